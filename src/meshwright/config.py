@@ -1,0 +1,282 @@
+"""The run file: one TOML file, typed sections, every mistake one clear line. Imports no framework."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator
+
+from meshwright.errors import UserError, closest
+from meshwright.models.spec import ModelSpec, preset
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A table of the run file: frozen, typed, and closed (an unknown key is an error)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataSection(Section):
+    """Where text comes from, and how it becomes examples."""
+
+    train: str
+    """`python-stdlib`, a text file, a glob, a folder, a nanoGPT `.bin`, or the folder of a prepared store."""
+    validation: Share | str = 0.01
+    """The share of documents that is held out, or a source of its own."""
+    separator: str = ""
+    """Text between two documents of one file, such as `<|endoftext|>`; empty: one file is one document."""
+    packing: Literal["stream", "padded"] = "stream"
+    store: str = ""
+    """Folder of the token store; empty: `stores/<key>`, where the key names the source and the tokenizer."""
+
+
+class TokenizerSection(Section):
+    """How text becomes token ids."""
+
+    kind: str = "bpe"
+    """`bytes`, `bpe` (trained on the training documents), `tiktoken:<name>`, or `hf:<name or folder>`."""
+    vocab_size: PositiveInt = 4096
+    """Size of the vocabulary that `bpe` trains, end of text included; the other kinds bring their own."""
+
+
+class ModelSection(ModelSpec):
+    """A preset, then any field of the spec by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    preset: str
+    init: Literal["random"] = "random"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, values: dict) -> dict:
+        if not isinstance(values.get("preset"), str):
+            return values
+        base = preset(values["preset"]).model_dump()
+        if "heads" in values or "width" in values:
+            base.pop("head_width")
+        if "heads" in values and base["kv_heads"] == base["heads"]:
+            base.pop("kv_heads")
+        return {**base, **values}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture alone, without the keys that say how to start."""
+        return ModelSpec(**self.model_dump(exclude={"preset", "init"}))
+
+
+class MeshSection(Section):
+    """How devices are laid out."""
+
+    data: Literal[-1, 1] = -1
+
+
+class OptimizerSection(Section):
+    """The update rule."""
+
+    kind: Literal["adamw", "lion", "muon", "schedule_free"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    matrix_learning_rate: PositiveFloat = 0.02
+    """Learning rate of the layers' matrices under `muon`; `learning_rate` serves the rest, by AdamW."""
+    weight_decay: NonNegativeFloat = 0.1
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+class ScheduleSection(Section):
+    """The learning rate over time, as a share of its peak."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt = 0
+    """Steps of the final decay under `wsd`; 0: a fifth of the run."""
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The learning rate at the last step, as a share of the peak."""
+
+
+class TrainSection(Section):
+    """The loop: how long, how much at a time, how often to look."""
+
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 16
+    """Sequences in the global batch."""
+    micro_batch_size: NonNegativeInt = 0
+    """Sequences at a time, whole mesh; gradients accumulate over the batch. 0: the whole batch at once."""
+    sequence_length: PositiveInt = 128
+    log_every: PositiveInt = 10
+    eval_every: NonNegativeInt = 100
+    eval_batches: PositiveInt = 20
+    sample_every: NonNegativeInt = 100
+    sample_prompt: str = ""
+    """What the samples begin with; empty: the end-of-text token, the start of a document."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations; parameters stay float32. `auto`: bfloat16 on an accelerator, float32 on a CPU."""
+    scan_layers: bool = False
+    """One compiled layer in a loop (compiles fast) in place of unrolled ones (run fast)."""
+
+
+class CheckpointSection(Section):
+    """When to save, what to keep."""
+
+    every: NonNegativeInt = 100
+    """Steps between saves; the last step is always saved. 0: the last step only."""
+    keep: PositiveInt = 2
+    """The newest ones to keep; the best by validation loss stays besides."""
+
+
+class LaunchSection(Section):
+    """Where the run runs."""
+
+    kind: Literal["local"] = "local"
+
+
+class TrackSection(Section):
+    """Trackers beside `metrics.jsonl`, which is always written."""
+
+    tensorboard: bool = False
+
+
+class Run(Section):
+    """A whole run file, checked."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    engine: Literal["jax"] = "jax"
+    seed: NonNegativeInt = 0
+    run_dir: str = ""
+    data: DataSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    model: ModelSection
+    mesh: MeshSection = MeshSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    launch: LaunchSection = LaunchSection()
+    track: TrackSection = TrackSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        t = self.train
+        if t.micro_batch_size and t.batch_size % t.micro_batch_size:
+            fits = [m for m in range(1, t.batch_size + 1) if t.batch_size % m == 0]
+            raise ValueError(
+                f"train.batch_size = {t.batch_size} must be a multiple of train.micro_batch_size = "
+                f"{t.micro_batch_size}; set micro_batch_size to one of {fits}"
+            )
+        if t.sequence_length > self.model.context_length:
+            raise ValueError(
+                f"train.sequence_length = {t.sequence_length} must not exceed model.context_length = "
+                f"{self.model.context_length}; shorten the one or raise the other"
+            )
+        if self.schedule.warmup_steps > t.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} must not exceed train.steps = {t.steps}; "
+                "shorten the warm-up"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences at a time, whole mesh."""
+        return self.train.micro_batch_size or self.train.batch_size
+
+    def to_toml(self) -> str:
+        """The resolved run file: every key with its value. Loading it gives an equal `Run`."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump())
+
+
+def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Run:
+    """Read and check a run file.
+
+    Arguments:
+        path: a TOML file.
+        overrides: `section.key=value` strings, applied over the file in order; values are TOML, and what isn't
+            TOML is taken as a string.
+
+    Raises:
+        UserError: the file is missing or not TOML, or a key, a type, a value or a combination is wrong.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such run file; see examples/ for some to start from") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give the path of a run file (.toml)") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(values, override)
+    return make_run(values, str(path))
+
+
+def make_run(values: dict[str, Any], where: str = "run") -> Run:
+    """Check a run given as nested dictionaries.
+
+    Arguments:
+        values: as `tomllib` reads them.
+        where: what error messages call the run.
+
+    Raises:
+        UserError: a key, a type, a value or a combination is wrong; one line for each.
+    """
+    try:
+        return Run.model_validate(values)
+    except ValidationError as error:
+        lines = [f"{where}: {_explain(item)}" for item in error.errors()]
+        raise UserError("\n".join(lines)) from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise UserError(f"{override!r}: an override has the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"{override!r}: {section!r} is a key, not a section; write it without what follows the dot")
+    values[last] = value
+
+
+def _explain(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    while path and path[-1] in ("float", "str", "constrained-str"):
+        path.pop()
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key{closest(path[-1], _keys_of(path[:-1]))}"
+    if item["type"] == "missing":
+        return f"{key}: missing; add {'a section [' + key + ']' if len(path) == 1 and key != 'name' else key + ' = …'}"
+    if item["type"] == "value_error":
+        message = str(item["ctx"]["error"])
+        return f"{key}.{message}" if key else message
+    rule = item["msg"].removeprefix("Input ").removeprefix("should be ")
+    return f"{key} = {item['input']!r}: must be {rule}"
+
+
+def _keys_of(path: list[str]) -> list[str]:
+    model: Any = Run
+    for part in path:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)

@@ -1,0 +1,90 @@
+"""What a decoder is: the numbers and choices from which `decoder.py` builds it. Imports no framework."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from meshwright.errors import UserError, closest
+
+
+class ModelSpec(BaseModel):
+    """The architecture of one decoder.
+
+    Sizes are counts, not bytes. `kv_heads = 0` means as many as `heads`; `head_width = 0` means `width / heads`;
+    `vocab_size = 0` means the tokenizer's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: Literal["gpt2", "minigpt", "llama"] = "gpt2"
+    vocab_size: int = Field(0, ge=0)
+    context_length: PositiveInt = 1024
+    layers: PositiveInt = 12
+    width: PositiveInt = 768
+    heads: PositiveInt = 12
+    kv_heads: int = Field(0, ge=0)
+    head_width: int = Field(0, ge=0)
+    ffn_width: PositiveInt = 3072
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: PositiveFloat = 10_000.0
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_placement: Literal["pre", "post"] = "pre"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "relu", "swiglu"] = "gelu"
+    bias: bool = True
+    head_bias: bool = False
+    tied_embeddings: bool = True
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived(cls, values: dict) -> dict:
+        filled = dict(values)
+        width, heads = filled.get("width", 768), filled.get("heads", 12)
+        if not filled.get("kv_heads"):
+            filled["kv_heads"] = heads
+        if not filled.get("head_width") and _is_count(width) and _is_count(heads):
+            filled["head_width"] = width // heads if width % heads == 0 else 0
+        return filled
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_width == 0:
+            fits = [h for h in range(1, self.width + 1) if self.width % h == 0 and self.width // h >= 8]
+            raise ValueError(
+                f"heads = {self.heads} must divide width = {self.width}; set heads to one of {fits}, or set head_width"
+            )
+        if self.heads % self.kv_heads:
+            fits = [h for h in range(1, self.heads + 1) if self.heads % h == 0]
+            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}; set it to one of {fits}")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(f"head_width = {self.head_width} must be even for rotary positions; change width or heads")
+        if self.tied_embeddings and self.head_bias:
+            raise ValueError("head_bias = true needs tied_embeddings = false: a tied head is the embedding table alone")
+        return self
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def preset(name: str) -> ModelSpec:
+    """The spec that a preset name stands for.
+
+    Arguments:
+        name: such as `gpt2` or `llama-135m`.
+
+    Raises:
+        UserError: there is no preset of that name.
+    """
+    known = presets()
+    if name not in known:
+        raise UserError(f"model.preset = {name!r}: no such preset{closest(name, list(known))}")
+    return known[name]
+
+
+def presets() -> dict[str, ModelSpec]:
+    """Every preset of every family, by name."""
+    from meshwright.models import gpt2, llama, minigpt
+
+    return {**gpt2.PRESETS, **minigpt.PRESETS, **llama.PRESETS}
