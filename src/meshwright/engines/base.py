@@ -1,0 +1,79 @@
+"""What an engine is. An engine owns parameters, optimizer state and devices; the trainer owns time."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from meshwright.data.examples import Batch
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen from its scores.
+
+    `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave all tokens in. The same `seed` gives the same
+    text.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Engine(Protocol):
+    """Trains, evaluates, saves and generates; knows nothing of logs, cadences or files other than its own."""
+
+    rows: slice
+    """Which rows of each global batch this process must supply."""
+    parameters: int
+    """How many parameters the model has."""
+    description: str
+    """The devices and types in a few words, for people."""
+
+    def train_step(self, batch: Batch) -> dict[str, Any]:
+        """Train on one global batch; returns at once.
+
+        Arguments:
+            batch: this process's rows, `[B, T]`.
+
+        Returns:
+            `loss`, `grad_norm`, `learning_rate`, `tokens` (those that counted), and a researcher's own metrics, each
+            still on its way: `float(value)` waits for it.
+        """
+        ...
+
+    def eval_step(self, batch: Batch) -> tuple[Any, Any]:
+        """The sum of the token losses (nats) of a batch and the count of the tokens in it, each on its way."""
+        ...
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Start to write the whole state into an empty folder; training may go on at once.
+
+        Returns:
+            A function that waits until every byte is on disk, and raises what went wrong.
+        """
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Take up the state that `save` wrote.
+
+        Raises:
+            Exception: the folder is damaged, or holds another model; the state may be half replaced.
+        """
+        ...
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
+    ) -> Iterator[list[int | None]]:
+        """Continue token ids, a batch at a time.
+
+        Arguments:
+            prompts: token ids, at least one a prompt; lengths may differ.
+            max_tokens: the most tokens to add to each.
+            stop: the token that ends a text.
+            sampling: how to choose.
+
+        Yields:
+            The next token of each prompt; None for one that has ended.
+        """
+        ...

@@ -1,0 +1,27 @@
+"""The feed-forward half of a block. Shapes: B batch, T time, D width, F feed-forward width."""
+
+import jax
+from flax import nnx
+
+from meshwright.models.layers import Linear, fused_linear
+from meshwright.models.spec import ModelSpec
+
+
+class MLP(nnx.Module):
+    """`down(activation(up(x)))`; with `swiglu`, `down(silu(gate(x)) * up(x))` (Shazeer, 2020)."""
+
+    def __init__(self, spec: ModelSpec, *, std: float, out_std: float, rngs: nnx.Rngs):
+        def widen() -> Linear:
+            return Linear(spec.width, spec.ffn_width, bias=spec.bias, std=std, rngs=rngs)
+
+        self.gate = widen() if spec.activation == "swiglu" else None
+        self.up = widen()
+        self.down = Linear(spec.ffn_width, spec.width, bias=spec.bias, std=out_std, rngs=rngs)
+        self.activation = spec.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        if self.gate is not None:
+            gate_BTF, up_BTF = fused_linear(x_BTD, self.gate, self.up)
+            return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+        up_BTF = self.up(x_BTD)
+        return self.down(jax.nn.relu(up_BTF) if self.activation == "relu" else jax.nn.gelu(up_BTF, approximate=True))
