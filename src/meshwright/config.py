@@ -1,17 +1,42 @@
 """The run file: one TOML file, typed sections, every mistake one clear line. Imports no framework."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
-from pydantic import model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ModelSpec, preset
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _share_or_source(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError("a share of documents, at least 0 and less than 1, or the name of a source")
+    return value
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        raise ValueError("letters, digits, '.', '_' and '-', the first a letter or a digit")
+    return value
 
 
 class Section(BaseModel):
@@ -25,7 +50,7 @@ class DataSection(Section):
 
     train: str
     """`python-stdlib`, a text file, a glob, a folder, a nanoGPT `.bin`, or the folder of a prepared store."""
-    validation: Share | str = 0.01
+    validation: Annotated[float | str, BeforeValidator(_share_or_source)] = 0.01
     """The share of documents that is held out, or a source of its own."""
     separator: str = ""
     """Text between two documents of one file, such as `<|endoftext|>`; empty: one file is one document."""
@@ -146,7 +171,7 @@ class TrackSection(Section):
 class Run(Section):
     """A whole run file, checked."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_name)]
     engine: Literal["jax"] = "jax"
     seed: NonNegativeInt = 0
     run_dir: str = ""
@@ -261,16 +286,18 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _explain(item: Any) -> str:
     path = [str(part) for part in item["loc"]]
-    while path and path[-1] in ("float", "str", "constrained-str"):
-        path.pop()
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{closest(path[-1], _keys_of(path[:-1]))}"
     if item["type"] == "missing":
-        return f"{key}: missing; add {'a section [' + key + ']' if len(path) == 1 and key != 'name' else key + ' = …'}"
-    if item["type"] == "value_error":
-        message = str(item["ctx"]["error"])
+        return f"{key}: missing; add {'a section [' + key + ']' if key in ('data', 'model') else key + ' = …'}"
+    if item["type"] == "value_error" and isinstance(item["input"], dict):
+        message = str(item["ctx"]["error"])  # from a check of a whole section: it begins with a key of that section
         return f"{key}.{message}" if key else message
+    if item["type"] == "value_error":
+        return f"{key} = {item['input']!r}: must be {item['ctx']['error']}"
+    if item["type"] == "model_type":
+        return f"{key} = {item['input']!r}: must be a section, [{key}]"
     rule = item["msg"].removeprefix("Input ").removeprefix("should be ")
     return f"{key} = {item['input']!r}: must be {rule}"
 

@@ -7,6 +7,7 @@ by static index, or be cut into pipeline stages, and the parameters are the same
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,8 +137,8 @@ class Decoder(nnx.Module):
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
         x_BTD, rotary = self._embed(tokens_BT, positions_BT, dtype)
-        x_BTD, new_cache = self._layers(x_BTD, positions_BT, rotary, None, cache, scan_layers=False)
-        return (x_BTD if self.final_norm is None else self.final_norm(x_BTD)), new_cache
+        x_BTD, cache = self._layers(x_BTD, positions_BT, rotary, None, cache, scan_layers=False)
+        return (x_BTD if self.final_norm is None else self.final_norm(x_BTD)), cache
 
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype
@@ -155,7 +156,7 @@ class Decoder(nnx.Module):
         keys_LB: jax.Array | None,
         cache: LayerCache | None,
         scan_layers: bool,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, Any]:
         graph, stacked = nnx.split(self.blocks)
 
         def apply(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, LayerCache | None]:

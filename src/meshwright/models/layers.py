@@ -37,8 +37,9 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
     y = x @ kernel.astype(x.dtype)
-    if linears[0].bias is not None:
-        y += jnp.concatenate([linear.bias[...] for linear in linears]).astype(x.dtype)
+    biases = [linear.bias[...] for linear in linears if linear.bias is not None]
+    if biases:
+        y += jnp.concatenate(biases).astype(x.dtype)
     borders, start = [], 0
     for linear in linears[:-1]:
         start += linear.kernel.shape[1]

@@ -31,6 +31,7 @@ class Generator:
     """
 
     def __init__(self, graph: nnx.GraphDef, context_length: int, dtype: jnp.dtype):
+        self.graph = graph
         self._context_length = context_length
         self._empty_cache = jax.jit(_empty_cache(graph, dtype), static_argnums=(1, 2))
         self._next = jax.jit(_next_tokens(graph, dtype), donate_argnums=4)

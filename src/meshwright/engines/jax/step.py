@@ -43,9 +43,7 @@ def make_loss(graph: nnx.GraphDef, dtype: jnp.dtype, scan_layers: bool) -> Calla
 
     def loss_sum(params: Params, batch: Batch, dropout_keys_B: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
-        x_BTD = model.hidden(
-            batch.inputs_BT, dtype=dtype, dropout_keys_B=dropout_keys_B, scan_layers=scan_layers
-        )
+        x_BTD = model.hidden(batch.inputs_BT, dtype=dtype, dropout_keys_B=dropout_keys_B, scan_layers=scan_layers)
         return cross_entropy_sum(model.logits(x_BTD), batch.targets_BT, batch.weights_BT)
 
     return loss_sum

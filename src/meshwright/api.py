@@ -1,0 +1,208 @@
+"""What the command line does, from Python: train, open a run directory, read it, evaluate, generate, report.
+
+The seams of `train` are shown at work in `docs/extending.md`.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import trainer
+from meshwright.checkpoints import Checkpoint, Checkpoints, check_identity
+from meshwright.config import Run
+from meshwright.data.prepare import prepare as prepare_store
+from meshwright.data.sources import Source
+from meshwright.data.store import Store
+from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from meshwright.engines.base import Engine, Sampling
+from meshwright.errors import UserError
+from meshwright.rundir import RunDirectory
+from meshwright.track.console import Console, make_console
+from meshwright.track.metrics import Table, as_table, read_lines, read_metrics
+
+if TYPE_CHECKING:
+    import optax
+
+    from meshwright.engines.jax.engine import ModelMaker
+    from meshwright.engines.jax.step import Metric
+
+
+def prepare(run: Run, *, source: Source | None = None, console: Console | None = None) -> Store:
+    """Make the token store of a run, or open the one that is there.
+
+    Arguments:
+        run: a checked run file.
+        source: documents from Python in place of `data.train`.
+        console: where progress is shown; None: standard output.
+
+    Raises:
+        UserError: the source or the tokenizer can't be used as the run file says.
+    """
+    console = console or make_console()
+    try:
+        return prepare_store(run, source=source, on_progress=console.prepare_progress)
+    finally:
+        console.close()
+
+
+def train(
+    run: Run,
+    *,
+    source: Source | None = None,
+    model: "ModelMaker | None" = None,
+    optimizer: "optax.GradientTransformation | None" = None,
+    metrics: "dict[str, Metric] | None" = None,
+    console: Console | None = None,
+) -> trainer.Outcome:
+    """Train a run; prepares its data if needed, and goes on where an earlier call stopped.
+
+    Arguments:
+        run: a checked run file.
+        source: documents from Python in place of `data.train`.
+        model: makes the model from `(spec, rngs=…)`, in place of `meshwright.models.decoder.Decoder`.
+        optimizer: an Optax update rule, in place of the run file's `[optimizer]` and `[schedule]`; gradients still
+            come in clipped by `optimizer.clip_norm`.
+        metrics: scalars of a `meshwright.engines.jax.step.Update`, by name; they are logged beside the loss.
+        console: where progress is shown; None: standard output.
+
+    Returns:
+        Where the run lies, how many steps are done, and the last evaluation.
+
+    Raises:
+        UserError: something in the run file, the data or the run directory must be mended first, or the loss stopped
+            being finite.
+    """
+    console = console or make_console()
+    try:
+        return trainer.train(
+            run, partial(_make_engine, model=model, optimizer=optimizer, metrics=metrics), console, source
+        )
+    finally:
+        console.close()
+
+
+def open_run(path: str | Path, *, checkpoint: str | int = "newest", model: "ModelMaker | None" = None) -> "TrainedRun":
+    """Open the directory of a run that was trained, or that still trains.
+
+    Arguments:
+        path: the run directory.
+        checkpoint: `newest`, `best` (by validation loss), or a step; read when the model is first needed.
+        model: what was given to `train`, where the model was a researcher's own.
+
+    Raises:
+        UserError: it isn't a run directory.
+    """
+    return TrainedRun(RunDirectory(Path(path)), checkpoint, model)
+
+
+class TrainedRun:
+    """A run directory, opened by `open_run`. The model is loaded when it is first needed."""
+
+    def __init__(self, directory: RunDirectory, checkpoint: str | int, model: "ModelMaker | None"):
+        self.directory = directory
+        self.run = directory.load_run()
+        self._wanted = checkpoint
+        self._model = model
+
+    def metrics(self) -> Table:
+        """Training and evaluation records as columns: a dictionary of float64 arrays, which pandas takes as it is."""
+        return as_table(read_metrics(self.directory.metrics))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The texts written during training, each with `step`, `prompt` and `text`."""
+        return read_lines(self.directory.samples)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        return load_tokenizer(self.directory.tokenizer)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint that was asked for.
+
+        Raises:
+            UserError: there is none such.
+        """
+        checkpoints = Checkpoints(self.directory.checkpoints, self.run.checkpoint.keep)
+        committed = checkpoints.committed()
+        steps = [checkpoint.step for checkpoint in committed]
+        if not committed:
+            raise UserError(
+                f"{self.directory.path}: holds no checkpoint yet; train it first: meshwright train RUN.toml"
+            )
+        if self._wanted == "newest":
+            return committed[-1]
+        if self._wanted == "best":
+            return checkpoints.best() or committed[-1]
+        if str(self._wanted).isdigit() and int(self._wanted) in steps:
+            return committed[steps.index(int(self._wanted))]
+        raise UserError(f"checkpoint = {self._wanted!r}: must be newest, best, or one of the steps {steps}")
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine, with the checkpoint's parameters."""
+        engine = _make_engine(self.run, self.run.model.spec, model=self._model)
+        if damage := self.checkpoint.damage():
+            raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another with --checkpoint")
+        engine.restore(self.checkpoint.folder)
+        return engine
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss on the run's validation batches: `step`, `val_loss`, `val_perplexity`, `val_bits_per_byte`.
+
+        Raises:
+            UserError: the data isn't what the run was trained with.
+        """
+        store = prepare_store(self.run)
+        check_identity(self.checkpoint, trainer.run_identity(self.run, self.run.model.spec, store))
+        return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, store, self.run)}
+
+    def generate(
+        self, prompts: str | list[str], *, max_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> list[str]:
+        """What the model writes after each prompt, as one batch.
+
+        Arguments:
+            prompts: one or several; an empty one stands for the start of a document.
+            max_tokens: the most tokens to add; None: 200, or what the context has room for.
+            sampling: how tokens are chosen.
+
+        Raises:
+            UserError: prompt and continuation don't fit the context.
+        """
+        texts: list[str] = []
+        for pieces in self.stream(prompts, max_tokens=max_tokens, sampling=sampling):
+            texts = [text + piece for text, piece in zip(texts or [""] * len(pieces), pieces, strict=True)]
+        return texts
+
+    def stream(
+        self, prompts: str | list[str], *, max_tokens: int | None = None, sampling: Sampling | None = None
+    ) -> Iterator[list[str]]:
+        """As `generate`, yielding the text of each prompt piece by piece; never half a character."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        stop = self.tokenizer.end_of_text
+        ids = [list(self.tokenizer.encode(prompt)) or [stop] for prompt in prompts]
+        room = self.run.model.context_length - max(len(one) for one in ids)
+        if max_tokens is None:
+            max_tokens = max(min(200, room), 1)
+        decoders = [StreamDecoder(self.tokenizer) for _ in ids]
+        for tokens in self.engine.generate(ids, max_tokens, stop, sampling or Sampling()):
+            yield [
+                "" if token is None else decoder.push(token) for decoder, token in zip(decoders, tokens, strict=True)
+            ]
+        yield [decoder.flush() for decoder in decoders]
+
+    def report(self) -> Path:
+        """Write `report.html` into the run directory, and return its path."""
+        from meshwright.track.report import write_report
+
+        return write_report(self.directory.path)
+
+
+def _make_engine(run: Run, spec: Any, *, model: Any = None, optimizer: Any = None, metrics: Any = None) -> Engine:
+    from meshwright.engines.jax.engine import JaxEngine
+    from meshwright.models.decoder import Decoder
+
+    return JaxEngine(run, spec, model=model or Decoder, optimizer=optimizer, metrics=metrics)

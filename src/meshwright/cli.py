@@ -1,0 +1,174 @@
+"""The commands: parse, call, print. Each imports what it needs when it runs, so that `--help` is quick."""
+
+import sys
+from typing import Any
+
+import click
+
+RUN_FILE = click.argument("run_file", metavar="RUN.toml")
+RUN_DIR = click.argument("run_dir", metavar="RUN_DIR")
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
+CHECKPOINT = click.option(
+    "--checkpoint", default="newest", show_default=True, metavar="WHICH", help="newest, best, or a step."
+)
+
+
+class _Group(click.Group):
+    """Shows a user's mistake as its line, and a Ctrl-C as nothing."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from meshwright.errors import UserError
+
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="meshwright", prog_name="meshwright")
+def main() -> None:
+    """Pretrain and fine-tune language models from one run file.
+
+    \b
+    Example:
+      meshwright train examples/stdlib.toml
+    """
+
+
+@main.command()
+@RUN_FILE
+@OVERRIDES
+def prepare(run_file: str, overrides: tuple[str, ...]) -> None:
+    """Turn the text of a run file into its token store.
+
+    `train` does this by itself where it is needed.
+
+    \b
+    Example:
+      meshwright prepare examples/stdlib.toml tokenizer.vocab_size=2048
+    """
+    from meshwright.api import prepare
+    from meshwright.config import load_run
+
+    store = prepare(load_run(run_file, overrides))
+    click.echo(f"store: {store.path}")
+    for name in ("train", "validation"):
+        split = store.split(name)
+        click.echo(f"  {name:<10}  {split.token_count:>14,} tokens")
+    click.echo(f"next: meshwright train {run_file}{''.join(' ' + one for one in overrides)}")
+
+
+@main.command()
+@RUN_FILE
+@OVERRIDES
+def train(run_file: str, overrides: tuple[str, ...]) -> None:
+    """Train; prepares the data if needed, and goes on where it stopped.
+
+    Any key of the run file may be overridden after it. Ctrl-C finishes the step and saves.
+
+    \b
+    Example:
+      meshwright train examples/stdlib.toml train.steps=200 optimizer.kind=lion
+    """
+    from meshwright.api import train
+    from meshwright.config import load_run
+
+    outcome = train(load_run(run_file, overrides))
+    if outcome.stopped_by:
+        sys.exit(128 + outcome.stopped_by)
+
+
+@main.command("eval")
+@RUN_DIR
+@CHECKPOINT
+def evaluate(run_dir: str, checkpoint: str) -> None:
+    """Loss, perplexity and bits per byte on the validation batches.
+
+    \b
+    Example:
+      meshwright eval runs/stdlib --checkpoint best
+    """
+    from meshwright.api import open_run
+
+    for name, value in open_run(run_dir, checkpoint=checkpoint).evaluate().items():
+        click.echo(f"{name:<18} {value if name == 'step' else format(value, '.4f')}")
+
+
+@main.command()
+@RUN_DIR
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="What to go on from; may be given often.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens to add.  [default: 200, if they fit]")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Choose among the k likeliest; 0: all.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Or among this share.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same text.")
+@CHECKPOINT
+def generate(
+    run_dir: str,
+    prompts: tuple[str, ...],
+    max_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    checkpoint: str,
+) -> None:
+    """Let a trained model write.
+
+    One prompt is written as it comes; several are worked on as one batch, then shown one after another.
+
+    \b
+    Example:
+      meshwright generate runs/stdlib --prompt "def " --temperature 0.7
+    """
+    from meshwright.api import open_run
+    from meshwright.engines.base import Sampling
+
+    trained, sampling = open_run(run_dir, checkpoint=checkpoint), Sampling(temperature, top_k, top_p, seed)
+    if len(prompts) <= 1:
+        prompt = prompts[0] if prompts else ""
+        pieces = trained.stream(prompt, max_tokens=max_tokens, sampling=sampling)
+        first = next(pieces, [""])  # before anything is shown, so that a mistake shows as its line alone
+        click.echo(prompt + first[0], nl=False)
+        for piece in pieces:
+            click.echo(piece[0], nl=False)
+        click.echo()
+        return
+    texts = trained.generate(list(prompts), max_tokens=max_tokens, sampling=sampling)
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        click.echo(f"--- {number} ---\n{prompt}{text}")
+
+
+@main.command()
+@RUN_DIR
+def report(run_dir: str) -> None:
+    """Write report.html: curves, samples, run file, in one file that opens from disk.
+
+    \b
+    Example:
+      meshwright report runs/stdlib
+    """
+    from meshwright.track.report import write_report
+
+    click.echo(write_report(run_dir))
+
+
+@main.command()
+def doctor() -> None:
+    """Say what this machine has, and what is wrong with it.
+
+    \b
+    Example:
+      meshwright doctor
+    """
+    from meshwright.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        click.echo(f"{'ok  ' if finding.good else 'FAIL'}  {finding.name:<12} {finding.text}")
+    sys.exit(0 if all(finding.good for finding in findings) else 1)

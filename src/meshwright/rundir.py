@@ -1,0 +1,78 @@
+"""The folder of a run: files anyone can read."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.config import Run, load_run
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import UserError
+from meshwright.models.spec import ModelSpec
+
+_HEADER = "# The run file as resolved by meshwright: every key with its value. Written anew at each start.\n"
+
+
+class RunDirectory:
+    """Where the files of a run lie.
+
+    Arguments:
+        path: the folder; need not exist yet.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.run_file = path / "run.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.log = path / "log.txt"
+        self.report = path / "report.html"
+        self.tensorboard = path / "tensorboard"
+        self.tokenizer = path / "tokenizer"
+        self.checkpoints = path / "checkpoints"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep other processes from training in it.
+
+        Raises:
+            UserError: another process trains in it, or the folder can't be made or holds a `run.toml` of the user's.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run_dir = {str(self.path)!r}: can't make the folder: {error.strerror}") from None
+        if self.run_file.exists() and not self.run_file.read_text(encoding="utf-8").startswith(_HEADER):
+            raise UserError(
+                f"{self.run_file}: would be overwritten by the resolved run file; set run_dir to a folder of its own"
+            )
+        with open(self.path / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"{self.path}: another process is training in this run directory; wait for it, stop it, "
+                    "or give this run another name"
+                ) from None
+            yield
+
+    def begin(self, run: Run, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+        """Write the resolved run file and the tokenizer."""
+        model = run.model.model_copy(update={"vocab_size": spec.vocab_size})
+        text = _HEADER + run.model_copy(update={"model": model}).to_toml()
+        beside = self.run_file.with_suffix(".partial")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, self.run_file)
+        tokenizer.save(self.tokenizer)
+
+    def load_run(self) -> Run:
+        """The resolved run file.
+
+        Raises:
+            UserError: this isn't the directory of a run.
+        """
+        if not self.run_file.is_file():
+            raise UserError(f"{self.path}: not a run directory (no run.toml in it); give the folder that train wrote")
+        run = load_run(self.run_file)
+        return run.model_copy(update={"run_dir": str(self.path)})

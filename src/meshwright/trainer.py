@@ -1,0 +1,253 @@
+"""The loop: when to log, evaluate, sample, save and stop. The same for every engine."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoints import Checkpoint, Checkpoints, check_identity
+from meshwright.config import Run
+from meshwright.data.loader import eval_batches, train_batches
+from meshwright.data.prepare import prepare
+from meshwright.data.sources import Source
+from meshwright.data.store import Store
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.engines.base import Engine, Sampling
+from meshwright.errors import UserError
+from meshwright.models.spec import ModelSpec
+from meshwright.recorder import Recorder
+from meshwright.rundir import RunDirectory
+from meshwright.signals import stop_signals
+from meshwright.track.console import Console, Summary
+from meshwright.track.report import write_report
+from meshwright.track.trackers import Trackers
+
+EngineMaker = Callable[[Run, ModelSpec], Engine]
+
+SAMPLE_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended."""
+
+    run_dir: Path
+    step: int
+    """Updates done, those before a resume included."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """The last evaluation of this call: `step`, `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
+    stopped_by: int | None = None
+    """The signal that ended training early; None: all steps are done."""
+
+
+def train(run: Run, make_engine: EngineMaker, console: Console, source: Source | None = None) -> Outcome:
+    """Train as a run file says; go on from the newest sound checkpoint where there is one.
+
+    Arguments:
+        run: a checked run file.
+        make_engine: builds the engine for a run and its architecture.
+        console: where progress is shown.
+        source: documents from Python in place of `data.train`.
+
+    Raises:
+        UserError: the data, the run directory or a checkpoint doesn't fit the run, or the loss stopped being finite.
+    """
+    with ExitStack() as closing:
+        started = time.monotonic()
+        directory = RunDirectory(run.directory)
+        closing.enter_context(directory.locked())
+        trackers = closing.enter_context(Trackers(run, directory, console))
+        store = prepare(run, source=source, on_progress=console.prepare_progress)
+        tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
+        identity = run_identity(run, spec, store)
+        checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep)
+        engine = make_engine(run, spec)
+        resumed = resume(engine, checkpoints, identity, trackers.note)
+        start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
+        directory.begin(run, spec, tokenizer)
+        trackers.start(_header(run, engine, store, tokenizer), start)
+        recorder = Recorder(run, trackers, start, tokens)
+        stop = closing.enter_context(stop_signals())
+
+        step, evaluation = start, {}
+        for step, batch in enumerate(train_batches(store, run, start, engine.rows), start + 1):
+            recorder.dispatched(step, engine.train_step(batch))
+            last = step == run.train.steps
+            evaluating = is_due(run.train.eval_every, step, last) and not stop.signal and has_validation(store)
+            sampling = is_due(run.train.sample_every, step, last) and not stop.signal
+            saving = is_due(run.checkpoint.every, step, last) or last or stop.signal
+            if evaluating or sampling or saving:
+                with recorder.paused():
+                    if not recorder.finite:
+                        break
+                    if evaluating:
+                        evaluation = {"step": step, **evaluate(engine, store, run)}
+                        trackers.evaluation(evaluation)
+                    if sampling:
+                        trackers.sample(step, run.train.sample_prompt, write_sample(engine, tokenizer, run))
+                    if saving:
+                        manifest = _manifest(run, engine, step, recorder.tokens, identity, evaluation)
+                        checkpoints.save(engine.save, manifest)
+            if stop.signal or not recorder.finite:
+                break
+
+        recorder.flush()
+        checkpoints.wait()
+        if not recorder.finite:
+            raise _not_finite(recorder, checkpoints)
+        ended_by = stop.signal if step < run.train.steps else None
+        if ended_by:
+            trackers.note(f"stopped after step {step} and saved; the same command goes on from there")
+        write_report(directory.path)
+        trackers.finish(Summary(run.directory, step, time.monotonic() - started, **_summary(evaluation)))
+        return Outcome(run.directory, step, evaluation, ended_by)
+
+
+def resolve_spec(run: Run, store: Store) -> ModelSpec:
+    """The architecture with its vocabulary: the tokenizer's size, unless the run file asks for a larger one.
+
+    Raises:
+        UserError: `model.vocab_size` is smaller than the tokenizer's.
+    """
+    spec, needed = run.model.spec, store.manifest["tokenizer"]["vocab_size"]
+    if spec.vocab_size and spec.vocab_size < needed:
+        raise UserError(
+            f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; leave the key out"
+        )
+    return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
+
+
+def run_identity(run: Run, spec: ModelSpec, store: Store) -> dict[str, Any]:
+    """What must stay the same for training to go on as if nothing had happened, by run-file key."""
+    return {
+        "engine": run.engine,
+        "seed": run.seed,
+        **{f"model.{key}": value for key, value in spec.model_dump().items()},
+        "tokenizer (fingerprint)": store.manifest["tokenizer"]["fingerprint"][:16],
+        "data (fingerprint)": store.fingerprint[:16],
+        "data.packing": run.data.packing,
+        "train.batch_size": run.train.batch_size,
+        "train.sequence_length": run.train.sequence_length,
+        "optimizer.kind": run.optimizer.kind,
+    }
+
+
+def resume(
+    engine: Engine, checkpoints: Checkpoints, identity: dict[str, Any], note: Callable[[str], None]
+) -> Checkpoint | None:
+    """Put the engine where the newest sound checkpoint left it.
+
+    Arguments:
+        engine: freshly made.
+        checkpoints: the run's.
+        identity: see `run_identity`.
+        note: told of each checkpoint that is passed over, and why.
+
+    Returns:
+        The checkpoint gone on from; None: the run has none yet.
+
+    Raises:
+        UserError: the newest sound one belongs to another run, or there are some and none can be read.
+    """
+    passed = []
+
+    def pass_over(text: str) -> None:
+        passed.append(text)
+        note(text)
+
+    for checkpoint in checkpoints.sound(pass_over):
+        check_identity(checkpoint, identity)
+        try:
+            engine.restore(checkpoint.folder)
+        except Exception as error:
+            pass_over(f"checkpoint {checkpoint.folder} skipped: {_first_line(error)}")
+            continue
+        return checkpoint
+    if passed:
+        raise UserError(
+            f"{checkpoints.folder}: no checkpoint here can be read; move the folder away to start afresh, "
+            "or put a whole checkpoint back"
+        )
+    return None
+
+
+def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
+    """Loss over the fixed set of validation batches.
+
+    Returns:
+        `val_loss` (nats a token), `val_perplexity`, and `val_bits_per_byte` where the documents' bytes are known:
+        the loss in bits times the tokens a byte of the whole validation split, so that tokenizers compare.
+
+    Raises:
+        UserError: the validation split is too short.
+    """
+    sums = [engine.eval_step(batch) for batch in eval_batches(store, run)]
+    loss = sum(float(total) for total, _ in sums) / sum(float(tokens) for _, tokens in sums)
+    values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
+    split = store.split("validation")
+    if split.byte_count:
+        values["val_bits_per_byte"] = loss / math.log(2) * split.token_count / split.byte_count
+    return values
+
+
+def write_sample(engine: Engine, tokenizer: Tokenizer, run: Run) -> str:
+    """What the model writes after `train.sample_prompt`; without one, after an end of text."""
+    prompt = tokenizer.encode(run.train.sample_prompt) or [tokenizer.end_of_text]
+    room = min(SAMPLE_TOKENS, run.model.context_length - len(prompt))
+    steps = engine.generate([prompt], room, tokenizer.end_of_text, Sampling(seed=run.seed))
+    return tokenizer.decode(token for (token,) in steps if token is not None)
+
+
+def is_due(every: int, step: int, last: bool) -> bool:
+    """Whether something that happens every so many steps, and at the last, happens now; `every` 0: never."""
+    return every > 0 and (last or step % every == 0)
+
+
+def has_validation(store: Store) -> bool:
+    """Whether any document was held out."""
+    return store.split("validation").token_count > 0
+
+
+def _header(run: Run, engine: Engine, store: Store, tokenizer: Tokenizer) -> dict[str, str]:
+    t, split = run.train, store.split("train")
+    return {
+        "model": f"{run.model.preset}, {engine.parameters:,} parameters",
+        "engine": f"{run.engine} on {engine.description}",
+        "data": f"{run.data.train}: {split.token_count:,} tokens, vocabulary {tokenizer.vocab_size:,}",
+        "batch": f"{t.batch_size} sequences of {t.sequence_length} = {t.batch_size * t.sequence_length:,} tokens",
+    }
+
+
+def _manifest(
+    run: Run, engine: Engine, step: int, tokens: int, identity: dict[str, Any], evaluation: dict[str, float]
+) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "step": step,
+        "tokens": tokens,
+        "engine": run.engine,
+        "mesh": run.mesh.model_dump(),
+        "parameters": engine.parameters,
+        "val_loss": evaluation["val_loss"] if evaluation.get("step") == step else None,
+        "identity": identity,
+    }
+
+
+def _not_finite(recorder: Recorder, checkpoints: Checkpoints) -> UserError:
+    committed = checkpoints.committed()
+    good = f"the last good checkpoint is {committed[-1].folder}" if committed else "there is no checkpoint yet"
+    return UserError(
+        f"step {recorder.step}: loss = {recorder.loss}, gradient norm = {recorder.grad_norm}: not finite, so training "
+        f'stopped; {good}. Lower optimizer.learning_rate, or set train.on_nonfinite = "skip" to pass such steps over.'
+    )
+
+
+def _summary(evaluation: dict[str, float]) -> dict[str, float]:
+    return {key: evaluation[key] for key in ("val_loss", "val_bits_per_byte") if key in evaluation}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

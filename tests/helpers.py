@@ -1,0 +1,107 @@
+"""What several tests share: a tiny corpus, a tiny run file, and the command line as a real process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone walls near quiet rivers".split()
+MAIN = [sys.executable, "-c", "from meshwright.cli import main; main(prog_name='meshwright')"]
+
+
+def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
+    """A folder of small text files with a little structure to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    choose = random.Random(seed)
+    for number in range(documents):
+        words = [choose.choice(WORDS) for _ in range(choose.randint(40, 120))]
+        (folder / f"{number:03}.txt").write_text(f"{number}. {' '.join(words)}.\n", encoding="utf-8")
+    return folder
+
+
+def run_values(corpus: Path | str, **sections: dict) -> dict:
+    """A run small enough to train in a second; sections given are laid over it."""
+    values: dict = {
+        "name": "tiny",
+        "data": {"train": str(corpus), "validation": 0.2},
+        "tokenizer": {"kind": "bytes"},
+        "model": {
+            "preset": "gpt2-tiny",
+            "layers": 2,
+            "width": 32,
+            "heads": 2,
+            "ffn_width": 64,
+            "context_length": 64,
+        },
+        "optimizer": {"learning_rate": 3e-3},
+        "train": {
+            "steps": 12,
+            "batch_size": 4,
+            "sequence_length": 32,
+            "log_every": 1,
+            "eval_every": 0,
+            "sample_every": 0,
+        },
+        "checkpoint": {"every": 4},
+    }
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            values[name] = {**values.get(name, {}), **section}
+        else:
+            values[name] = section
+    return values
+
+
+def write_run(path: Path, values: dict) -> Path:
+    """Write a run file."""
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    return path
+
+
+def meshwright(*arguments: object, cwd: Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command to its end."""
+    return subprocess.run(
+        [*MAIN, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def start_meshwright(*arguments: object, cwd: Path) -> subprocess.Popen:
+    """Start a command in a process group of its own; end it with `kill`."""
+    return subprocess.Popen(
+        [*MAIN, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL the process and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def wait_for(condition, process: subprocess.Popen, timeout: float = 60) -> None:
+    """Poll until a condition holds while a process runs."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the process ended early:\n{process.communicate()}")
+        if time.monotonic() > end:
+            raise AssertionError("timed out")
+        time.sleep(0.005)

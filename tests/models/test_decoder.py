@@ -1,0 +1,257 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshwright.models.attention import rotary_angles, rotate
+from meshwright.models.decoder import Decoder, parameter_count
+from meshwright.models.layers import dropout
+from meshwright.models.spec import ModelSpec, preset, presets
+
+VOCAB = 61
+SMALL = {
+    "gpt2": preset("gpt2-tiny"),
+    "minigpt": preset("minigpt-tiny").model_copy(update={"dropout": 0.0}),
+    "llama": preset("llama-tiny"),
+}
+
+
+def small(family: str, **changes) -> ModelSpec:
+    sizes = {"vocab_size": VOCAB, "layers": 3, "width": 32, "heads": 4, "head_width": 8, "ffn_width": 48}
+    kv_heads = 2 if family == "llama" else 4
+    return SMALL[family].model_copy(update={**sizes, "kv_heads": kv_heads, "context_length": 32, **changes})
+
+
+def noisy(spec: ModelSpec, seed: int = 0) -> Decoder:
+    """A model with every parameter random and large enough to matter: zeros and ones would hide a mistake."""
+    model = Decoder(spec, rngs=nnx.Rngs(seed))
+    graph, params = nnx.split(model, nnx.Param)
+    leaves, structure = jax.tree.flatten(params)
+    random = np.random.default_rng(seed)
+    leaves = [leaf + 0.3 * random.standard_normal(leaf.shape).astype(np.float32) for leaf in leaves]
+    return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+
+
+def tokens(batch: int = 2, time: int = 12, seed: int = 1) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, time)))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "count"),
+    [
+        ("gpt2", 50257, 124_439_808),
+        ("gpt2-medium", 50257, 354_823_168),
+        ("gpt2-large", 50257, 774_030_080),
+        ("gpt2-xl", 50257, 1_557_611_200),
+        ("llama-135m", 49152, 134_515_008),
+        ("llama-360m", 49152, 361_821_120),
+        ("llama-1b", 128256, 1_235_814_400),
+    ],
+)
+def test_parameter_counts(name, vocab_size, count):
+    assert parameter_count(preset(name).model_copy(update={"vocab_size": vocab_size})) == count
+
+
+def test_minigpt_parameter_count_by_hand():
+    spec = preset("minigpt").model_copy(update={"vocab_size": 50257})
+    d, layers, vocab, time = 256, 8, 50257, 256
+    attention, feed_forward, norms = 4 * (d * d + d), 2 * (d * d + d), 2 * 2 * d
+    assert (
+        parameter_count(spec) == vocab * d + time * d + layers * (attention + feed_forward + norms) + d * vocab + vocab
+    )
+
+
+def test_every_preset_is_a_model():
+    for name, spec in presets().items():
+        assert parameter_count(spec.model_copy(update={"vocab_size": 300})) > 0, name
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_equals_a_naive_numpy_model(family):
+    spec = small(family)
+    model, ids = noisy(spec), tokens()
+    params = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    expected = np.stack([naive_logits(params, spec, row) for row in np.asarray(ids)])
+    got = np.asarray(model(ids))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
+
+
+def naive_logits(params: dict, spec: ModelSpec, ids: np.ndarray) -> np.ndarray:
+    """The model of one row, one position and one head at a time, straight from the papers."""
+
+    def norm(x, p):
+        if spec.norm == "rmsnorm":
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.norm_eps) * p["scale"]
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + spec.norm_eps) * p["scale"] + p["bias"]
+
+    def linear(x, p):
+        return x @ p["kernel"] + p.get("bias", 0.0)
+
+    def turn(x, position):
+        half = spec.head_width // 2
+        out = np.empty_like(x)
+        for i in range(half):
+            angle = position * spec.rope_theta ** (-2 * i / spec.head_width)
+            out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+            out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+        return out
+
+    def attention(x, p):
+        q, k, v = (linear(x, p[name]) for name in ("query", "key", "value"))
+        out = np.zeros((len(x), spec.heads * spec.head_width))
+        for head in range(spec.heads):
+            mine = slice(head * spec.head_width, (head + 1) * spec.head_width)
+            shared = head // (spec.heads // spec.kv_heads)
+            theirs = slice(shared * spec.head_width, (shared + 1) * spec.head_width)
+            for t in range(len(x)):
+                query, keys = q[t, mine], [k[s, theirs] for s in range(t + 1)]
+                if spec.positions == "rotary":
+                    query, keys = turn(query, t), [turn(key, s) for s, key in enumerate(keys)]
+                scores = np.array([query @ key / np.sqrt(spec.head_width) for key in keys])
+                weights = np.exp(scores - scores.max())
+                out[t, mine] = (weights / weights.sum()) @ v[: t + 1, theirs]
+        return linear(out, p["out"])
+
+    def mlp(x, p):
+        up = linear(x, p["up"])
+        if spec.activation == "swiglu":
+            gate = linear(x, p["gate"])
+            return linear(gate / (1 + np.exp(-gate)) * up, p["down"])
+        if spec.activation == "relu":
+            return linear(np.maximum(up, 0), p["down"])
+        return linear(0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), p["down"])
+
+    x = params["embedding"][ids]
+    if spec.positions == "learned":
+        x = x + params["position_embedding"][: len(ids)]
+    for layer in range(spec.layers):
+        p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        if spec.norm_placement == "pre":
+            x = x + attention(norm(x, p["attention_norm"]), p["attention"])
+            x = x + mlp(norm(x, p["mlp_norm"]), p["mlp"])
+        else:
+            x = norm(x + attention(x, p["attention"]), p["attention_norm"])
+            x = norm(x + mlp(x, p["mlp"]), p["mlp_norm"])
+    if spec.norm_placement == "pre":
+        x = norm(x, params["final_norm"])
+    return x @ params["embedding"].T if spec.tied_embeddings else linear(x, params["head"])
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_no_position_sees_the_future(family):
+    spec = small(family, tied_embeddings=False)
+    model, ids = noisy(spec), tokens(1, 8)
+
+    def logit(embedding_rows, t):
+        graph, params = nnx.split(model, nnx.Param)
+        pure = nnx.to_pure_dict(params)
+        changed = {**pure, "embedding": pure["embedding"].at[ids[0]].set(embedding_rows)}
+        return nnx.merge(graph, changed)(ids)[0, t].sum()
+
+    ids = ids.at[0].set(jnp.arange(8))  # all different, so each position has a row of its own
+    rows = nnx.to_pure_dict(nnx.state(model, nnx.Param))["embedding"][ids[0]]
+    for t in range(8):
+        reach = np.abs(np.asarray(jax.grad(logit)(rows, t))).max(axis=-1)
+        assert (reach[: t + 1] > 1e-6).all()
+        assert (reach[t + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_every_parameter_has_a_gradient(family):
+    model, ids = noisy(small(family)), tokens(4, 32)
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss(params):
+        return jnp.square(nnx.merge(graph, params)(ids) - 1.0).mean()
+
+    gradients = nnx.to_pure_dict(jax.grad(loss)(params))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        layers = np.abs(leaf) if name.startswith("blocks") else np.abs(leaf)[None]
+        largest = layers.reshape(len(layers), -1).max(axis=1)
+        if name == "blocks.attention.key.bias" and family != "llama":
+            # A key's bias moves all scores of a query alike, which softmax doesn't see.
+            assert (largest < 1e-4).all()
+        else:
+            assert (largest > 1e-4).all(), name
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_scanned_layers_equal_unrolled_ones(family):
+    model, ids = noisy(small(family)), tokens()
+    keys_B = jax.random.split(jax.random.key(0), 2)
+
+    def run(scan_layers):
+        return lambda: model.hidden(ids, dropout_keys_B=keys_B, scan_layers=scan_layers)
+
+    np.testing.assert_allclose(run(True)(), run(False)(), rtol=1e-5, atol=1e-5)
+    assert " scan[" in str(jax.make_jaxpr(run(True))())
+    assert " scan[" not in str(jax.make_jaxpr(run(False))())
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_decoding_with_a_cache_equals_the_whole_text(family):
+    model, ids = noisy(small(family)), tokens(2, 12)
+    cache = model.empty_cache(2, 16)
+    assert cache.keys_BSKC.shape == (3, 2, 16, model.spec.kv_heads, 8)
+    pieces = []
+    for start, stop in [(0, 5), (5, 6), (6, 7), (7, 12)]:
+        positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
+        x_BTD, cache = model.decode(ids[:, start:stop], positions, cache)
+        pieces.append(model.logits(x_BTD))
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    random = np.random.default_rng(0)
+    q, k = (jnp.asarray(random.standard_normal((1, 1, 1, 16)), jnp.float32) for _ in range(2))
+
+    def score(t, s):
+        turn = [rotate(x, rotary_angles(jnp.array([[p]]), 16, 10_000.0)) for x, p in ((q, t), (k, s))]
+        return float((turn[0] * turn[1]).sum())
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+def test_dropout_by_example():
+    x = jnp.ones((4, 64, 64))
+    keys = jax.random.split(jax.random.key(0), 4)
+    whole = dropout(x, 0.25, keys, site=1)
+    np.testing.assert_array_equal(whole[2:], dropout(x[2:], 0.25, keys[2:], site=1))
+    assert (whole != dropout(x, 0.25, keys, site=2)).any()
+    assert (whole[0] != whole[1]).any()
+    assert float((whole == 0).mean()) == pytest.approx(0.25, abs=0.02)
+    assert float(whole.mean()) == pytest.approx(1.0, abs=0.02)
+    np.testing.assert_array_equal(dropout(x, 0.25, None, site=1), x)
+
+
+def test_dropout_reaches_each_layer_and_is_off_without_keys():
+    spec = small("gpt2", dropout=0.5)
+    model, ids = noisy(spec), tokens()
+    keys = jax.random.split(jax.random.key(0), 2)
+    dropped, plain = model.hidden(ids, dropout_keys_B=keys), model.hidden(ids)
+    assert np.abs(dropped - plain).max() > 1e-2
+    np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids))
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_bfloat16_is_near_float32(family):
+    model, ids = Decoder(small(family), rngs=nnx.Rngs(0)), tokens()
+    exact = np.asarray(model.hidden(ids), np.float64)
+    rough = model.hidden(ids, dtype=jnp.bfloat16)
+    assert rough.dtype == jnp.bfloat16
+    error = np.linalg.norm(np.asarray(rough, np.float64) - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 1e-2
+
+
+def test_same_seed_same_parameters_other_seed_others():
+    def first(seed):
+        return np.asarray(Decoder(small("gpt2"), rngs=nnx.Rngs(params=seed)).blocks.mlp.up.kernel[...])
+
+    np.testing.assert_array_equal(first(0), first(0))
+    assert (first(0) != first(1)).any()
+    assert (first(0)[0] != first(0)[1]).any()  # layers don't start alike

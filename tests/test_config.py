@@ -1,0 +1,113 @@
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from helpers import run_values
+
+from meshwright.config import Run, load_run, make_run
+from meshwright.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+
+MISTAKES = [
+    ({"model": {"preset": "gpt2-tin"}}, r"model\.preset = 'gpt2-tin': no such preset; did you mean 'gpt2-tiny'"),
+    ({"model": {"heads": 5}}, r"model\.heads = 5 must divide width = 32; set heads to one of \[1, 2, 4\]"),
+    (
+        {"model": {"heads": 4, "kv_heads": 3}},
+        r"model\.kv_heads = 3 must divide heads = 4; set it to one of \[1, 2, 4\]",
+    ),
+    ({"model": {"hedas": 4}}, r"model\.hedas: unknown key; did you mean 'heads'"),
+    ({"train": {"batchsize": 4}}, r"train\.batchsize: unknown key; did you mean 'batch_size'"),
+    ({"trian": {"steps": 4}}, r"trian: unknown key; did you mean 'train'"),
+    ({"train": {"batch_size": "8"}}, r"train\.batch_size = '8': must be a valid integer"),
+    (
+        {"train": {"batch_size": 8, "micro_batch_size": 3}},
+        r"batch_size = 8 must be a multiple of .* = 3; set .*\[1, 2, 4, 8\]",
+    ),
+    ({"train": {"sequence_length": 4096}}, r"sequence_length = 4096 must not exceed model\.context_length = 64"),
+    ({"optimizer": {"learning_rate": -1.0}}, r"optimizer\.learning_rate = -1\.0: must be greater than 0"),
+    ({"optimizer": {"kind": "adam"}}, r"optimizer\.kind = 'adam': must be 'adamw', 'lion', 'muon' or 'schedule_free'"),
+    ({"schedule": {"warmup_steps": 13}}, r"warmup_steps = 13 must not exceed train\.steps = 12"),
+    (
+        {"data": {"validation": 1.5}},
+        r"data\.validation = 1\.5: must be a share .* less than 1, or the name of a source",
+    ),
+    ({"data": {"validation": True}}, r"data\.validation = True: must be a share .*, or the name of a source"),
+    ({"engine": "torch"}, r"engine = 'torch': must be 'jax'"),
+    ({"mesh": {"tensor": 2}}, r"mesh\.tensor: unknown key"),
+    ({"name": "a/b"}, r"name = 'a/b': must be letters, digits, '\.', '_' and '-', the first"),
+    ({"train": 3}, r"train = 3: must be a section, \[train\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), MISTAKES, ids=[str(change) for change, _ in MISTAKES])
+def test_mistake_is_one_line(change, expected):
+    values = run_values("x", **{k: v for k, v in change.items() if isinstance(v, dict)})
+    values |= {k: v for k, v in change.items() if not isinstance(v, dict)}
+    with pytest.raises(UserError) as caught:
+        make_run(values, "my.toml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("my.toml: ")
+    assert re.search(expected, message), message
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(UserError) as caught:
+        make_run({"name": "a"})
+    assert str(caught.value) == "run: data: missing; add a section [data]\nrun: model: missing; add a section [model]"
+
+
+def test_resolved_file_reads_back_equal():
+    run = make_run(run_values("x", optimizer={"kind": "muon"}))
+    again = make_run(tomllib.loads(run.to_toml()))
+    assert again == run
+    assert again != make_run(run_values("x"))
+
+
+def test_preset_then_any_field():
+    run = make_run(run_values("x", model={"preset": "llama-tiny", "kv_heads": 1, "positions": "rotary"}))
+    assert (run.model.spec.family, run.model.spec.kv_heads, run.model.spec.head_width) == ("llama", 1, 16)
+    assert run.model.spec.norm == "rmsnorm"
+
+
+def test_overrides(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('name = "a"\n[data]\ntrain = "x"\n[model]\npreset = "gpt2"\n')
+    run = load_run(path, ["train.steps=7", "optimizer.kind=lion", "name=b", "optimizer.learning_rate=1e-4"])
+    assert (run.train.steps, run.optimizer.kind, run.name, run.optimizer.learning_rate) == (7, "lion", "b", 1e-4)
+    for bad, expected in [
+        ("train.steps", "form section.key=value"),
+        ("name.x=1", "'name' is a key, not a section"),
+        ("train.stesp=1", "train.stesp: unknown key; did you mean 'steps'"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            load_run(path, [bad])
+
+
+def test_unreadable_run_files(tmp_path):
+    with pytest.raises(UserError, match="no such run file"):
+        load_run(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is a folder"):
+        load_run(tmp_path)
+    (tmp_path / "bad.toml").write_text("name = \n")
+    with pytest.raises(UserError, match=r"not valid TOML.*line 1"):
+        load_run(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_examples_parse(path):
+    assert load_run(path).name == path.stem
+
+
+def test_number_of_keys():
+    """Adding a key is a decision: it changes this number."""
+
+    def count(model) -> int:
+        return sum(
+            count(field.annotation) if hasattr(field.annotation, "model_fields") else 1
+            for field in model.model_fields.values()
+        )
+
+    assert count(Run) == 60

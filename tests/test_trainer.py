@@ -1,0 +1,375 @@
+"""The loop and the second promise: a crash never changes the training."""
+
+import json
+import math
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import kill, meshwright, run_values, start_meshwright, wait_for, write_corpus, write_run
+
+import meshwright as mw
+from meshwright.checkpoints import Checkpoints
+from meshwright.errors import UserError
+from meshwright.recorder import Recorder
+from meshwright.track.console import PlainConsole
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "texts")
+
+
+def make(**sections):
+    return mw.make_run(run_values("texts", **sections))
+
+
+def losses(run_dir: Path | str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def train(run, **more):
+    import io
+
+    out = io.StringIO()
+    outcome = mw.train(run, console=PlainConsole(out), **more)
+    return outcome, out.getvalue()
+
+
+def test_a_whole_run():
+    run = make(train={"eval_every": 4, "sample_every": 6, "log_every": 2, "sample_prompt": "the "})
+    outcome, shown = train(run)
+    assert (outcome.step, outcome.stopped_by) == (12, None)
+    trained = mw.open_run("runs/tiny")
+    table = trained.metrics()
+    logged = ~np.isnan(table["loss"])
+    assert table["step"][logged].tolist() == [1, 2, 4, 6, 8, 10, 12]
+    assert table["tokens"][logged].tolist() == [128 * step for step in (1, 2, 4, 6, 8, 10, 12)]
+    assert table["step"][~np.isnan(table["val_loss"])].tolist() == [4, 8, 12]
+    assert table["loss"][logged][-1] < table["loss"][logged][0]
+    assert {"learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "val_perplexity"} <= table.keys()
+    assert [sample["step"] for sample in trained.samples()] == [6, 12]
+    assert mw.load_run("runs/tiny/run.toml").model.vocab_size == 257
+    for text in ("step 12/12", "validation loss", "sample", "runs/tiny", "meshwright generate"):
+        assert text in shown
+    assert "step 12/12" in Path("runs/tiny/log.txt").read_text()
+
+
+def test_bits_per_byte_from_the_documents():
+    run = make(train={"eval_every": 12}, tokenizer={"kind": "bpe", "vocab_size": 300})
+    outcome, _ = train(run)
+    split = mw.prepare(run).split("validation")
+    documents = [path.read_bytes() for path in Path("texts").glob("*.txt")]
+    assert 0 < split.byte_count < sum(map(len, documents))
+    assert split.token_count < split.byte_count  # pairs were merged, so a token is more than a byte
+    expected = outcome.evaluation["val_loss"] / math.log(2) * split.token_count / split.byte_count
+    assert outcome.evaluation["val_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
+    assert outcome.evaluation["val_perplexity"] == pytest.approx(math.exp(outcome.evaluation["val_loss"]))
+    assert mw.open_run("runs/tiny").evaluate() == pytest.approx(outcome.evaluation, rel=1e-6)
+
+
+def test_evaluation_in_training_changes_nothing():
+    train(make(name="plain"))
+    train(make(name="looked-at", train={"eval_every": 3, "sample_every": 5}, checkpoint={"every": 2}))
+    assert losses("runs/plain") == losses("runs/looked-at")
+    assert (Path("runs/looked-at/samples.jsonl").stat().st_size > 0) and not mw.open_run("runs/plain").samples()
+
+
+def test_resume_is_exact_and_skips_nothing():
+    train(make(name="whole"))
+    train(make(name="parts", train={"steps": 5}))
+    first = losses("runs/parts")
+    outcome, shown = train(make(name="parts"))
+    assert "5/12" in shown
+    assert outcome.step == 12
+    # With a cosine schedule the length of the run sets the learning rate, so the first part must differ a little ...
+    assert first != {step: loss for step, loss in losses("runs/whole").items() if step <= 5}
+    constant = {"schedule": {"kind": "constant"}}
+    train(make(name="whole2", **constant))
+    train(make(name="parts2", train={"steps": 5}, **constant))
+    train(make(name="parts2", **constant))
+    # ... and with a constant one nothing does.
+    assert losses("runs/parts2") == losses("runs/whole2")
+    assert len(losses("runs/parts2")) == 12
+
+
+def test_a_finished_run_trains_no_more():
+    train(make())
+    before = Path("runs/tiny/metrics.jsonl").read_bytes()
+    outcome, shown = train(make())
+    assert outcome.step == 12
+    assert "12" in shown
+    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("packing", ["stream", "padded"])
+def test_killed_anywhere_goes_on_bit_for_bit(packing, tmp_path):
+    """SIGKILL at random moments, most of them while a save is under way; then the same command again."""
+    values = run_values(
+        "texts",
+        data={"packing": packing},
+        train={"steps": 40, "eval_every": 10},
+        checkpoint={"every": 2},
+        model={"dropout": 0.1},
+    )
+    write_run(tmp_path / "whole.toml", {**values, "name": "whole"})
+    write_run(tmp_path / "broken.toml", {**values, "name": "broken"})
+    done = meshwright("train", "whole.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    choose = random.Random(1)
+    reached = [killed_at(4 + 8 * n, tmp_path, inside_save=n % 2 == 1, late_by=choose.randrange(3)) for n in range(4)]
+    assert len(set(reached)) > 2  # it did get on between the kills
+    done = meshwright("train", "broken.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses("runs/broken") == losses("runs/whole")
+    assert len(losses("runs/broken")) == 40
+    assert evaluations("runs/broken") == evaluations("runs/whole")
+
+
+def killed_at(step: int, folder: Path, inside_save: bool, late_by: int) -> int:
+    """Train until a step is reached or being saved, kill, and return the newest committed step."""
+    checkpoints = folder / "runs/broken/checkpoints"
+
+    def reached() -> bool:
+        if inside_save:
+            return any(checkpoints.glob(f"step_{step:08d}.partial"))
+        return step_reached(folder / "runs/broken") >= step + late_by
+
+    process = start_meshwright("train", "broken.toml", cwd=folder)
+    try:
+        wait_for(reached, process)
+    finally:
+        kill(process)
+    return max((checkpoint.step for checkpoint in Checkpoints(checkpoints, 2).committed()), default=0)
+
+
+def step_reached(run_dir: Path) -> int:
+    try:
+        return max(losses(run_dir), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def evaluations(run_dir: str) -> list[float]:
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [line["val_loss"] for line in lines if "val_loss" in line]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_finishes_the_step_saves_and_says_so(number, code, tmp_path):
+    write_run(tmp_path / "run.toml", run_values("texts", train={"steps": 2000}, checkpoint={"every": 1000}))
+    process = start_meshwright("train", "run.toml", cwd=tmp_path)
+    try:
+        wait_for(lambda: step_reached(tmp_path / "runs/tiny") >= 3, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        kill(process)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    saved = Checkpoints(tmp_path / "runs/tiny/checkpoints", 2).committed()[-1]
+    assert saved.step == step_reached(tmp_path / "runs/tiny") < 2000
+    assert f"stopped after step {saved.step} and saved; the same command goes on from there" in out
+
+
+DAMAGE = {
+    "flipped byte": lambda folder: flip(max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)),
+    "cut short": lambda folder: cut(max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)),
+    "file missing": lambda folder: next(folder.rglob("_METADATA")).unlink(),
+    "manifest missing": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest half written": lambda folder: cut(folder / "manifest.json"),
+}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_newest_is_named_and_skipped(kind):
+    train(make(name="whole"))
+    train(make(name="damaged"))
+    newest = Path("runs/damaged/checkpoints/step_00000012")
+    DAMAGE[kind](newest)
+    _, shown = train(make(name="damaged"))
+    assert f"checkpoint {newest} skipped: " in shown
+    assert "resuming at step 8/12" in shown
+    assert losses("runs/damaged") == losses("runs/whole")
+    assert Checkpoints(newest.parent, 2).committed()[-1].damage() is None
+    assert newest.with_name("step_00000012.damaged-1").is_dir()  # what was there is kept
+
+
+def test_never_starts_over_when_no_checkpoint_can_be_read():
+    train(make())
+    for manifest in Path("runs/tiny/checkpoints").glob("*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(UserError, match="no checkpoint here can be read; move the folder away to start afresh"):
+        train(make())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model": {"layers": 1}}, "model.layers = 1; the checkpoint was made with 2"),
+        ({"tokenizer": {"kind": "bpe", "vocab_size": 300}}, "tokenizer (fingerprint) = "),
+        ({"data": {"validation": 0.3}}, "data (fingerprint) = "),
+        ({"seed": 1}, "seed = 1; the checkpoint was made with 0"),
+        ({"train": {"batch_size": 8}}, "train.batch_size = 8; the checkpoint was made with 4"),
+        ({"optimizer": {"kind": "lion"}}, "optimizer.kind = 'lion'; the checkpoint was made with 'adamw'"),
+    ],
+)
+def test_changed_run_is_refused_with_the_difference(change, expected):
+    train(make(train={"steps": 4}))
+    before = Path("runs/tiny/run.toml").read_bytes()
+    with pytest.raises(UserError) as caught:
+        train(make(**change))
+    assert expected in str(caught.value)
+    assert "step_00000004: can't go on" in str(caught.value)
+    assert Path("runs/tiny/run.toml").read_bytes() == before
+
+
+def test_changed_text_is_refused():
+    train(make(train={"steps": 4}))
+    Path("texts/000.txt").write_text("something else altogether\n")
+    with pytest.raises(UserError, match=r"data \(fingerprint\)"):
+        train(make())
+
+
+def test_keeps_the_newest_and_the_best():
+    train(make(train={"eval_every": 2, "steps": 20}, optimizer={"learning_rate": 3e-3}, checkpoint={"every": 2}))
+    folder = Path("runs/tiny/checkpoints")
+    steps = [checkpoint.step for checkpoint in Checkpoints(folder, 2).committed()]
+    table = mw.open_run("runs/tiny").metrics()
+    evaluated = ~np.isnan(table["val_loss"])
+    best = int(table["step"][evaluated][np.argmin(table["val_loss"][evaluated])])
+    assert steps == sorted({18, 20, best})
+    assert mw.open_run("runs/tiny", checkpoint="best").checkpoint.step == best
+
+
+def test_best_stays_when_the_newest_are_worse(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+
+    def write(folder):
+        (folder / "data").write_bytes(b"x")
+        return lambda: None
+
+    for step, val_loss in [(1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)]:
+        checkpoints.save(write, {"step": step, "val_loss": val_loss, "identity": {}})
+    checkpoints.wait()
+    assert [checkpoint.step for checkpoint in checkpoints.committed()] == [2, 4, 5]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_save_that_fails_is_not_silent(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+
+    def write(folder):
+        def finish():
+            raise OSError("disk full")
+
+        return finish
+
+    checkpoints.save(write, {"step": 1, "val_loss": None, "identity": {}})
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.wait()
+    assert checkpoints.committed() == []
+
+
+def test_nonfinite_loss_stops_and_names_the_last_good_checkpoint():
+    import jax.numpy as jnp
+    import optax
+
+    def poison(step_of_death):
+        def update(updates, state, params=None):
+            count = state + 1
+            return optax.tree.scale(jnp.where(count == step_of_death, jnp.nan, -1e-3), updates), count
+
+        return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+    with pytest.raises(UserError) as caught:
+        train(make(), optimizer=poison(6))
+    message = str(caught.value)
+    assert message.startswith("step 7: loss = nan")
+    assert "the last good checkpoint is runs/tiny/checkpoints/step_00000004" in message
+    assert [c.step for c in Checkpoints(Path("runs/tiny/checkpoints"), 2).committed()] == [4]
+
+
+def test_two_processes_never_share_a_run_directory(tmp_path):
+    write_run(tmp_path / "run.toml", run_values("texts", train={"steps": 100000}))
+    process = start_meshwright("train", "run.toml", cwd=tmp_path)
+    try:
+        wait_for(lambda: step_reached(tmp_path / "runs/tiny") >= 1, process)
+        with pytest.raises(UserError, match="another process is training in this run directory"):
+            train(make())
+    finally:
+        kill(process)
+
+
+def test_a_run_toml_of_the_user_is_never_overwritten():
+    Path("mine").mkdir()
+    Path("mine/run.toml").write_text("# my own notes\n")
+    with pytest.raises(UserError, match=r"mine/run\.toml: would be overwritten"):
+        train(make(run_dir="mine"))
+    assert Path("mine/run.toml").read_text() == "# my own notes\n"
+
+
+def test_values_are_read_one_step_late():
+    events = []
+
+    class OnItsWay:
+        def __init__(self, step, name):
+            self.step, self.name = step, name
+
+        def __float__(self):
+            events.append(f"read {self.step}") if self.name == "loss" else None
+            return 1.0
+
+    class Silent:
+        def __getattr__(self, _):
+            return lambda *_: None
+
+    recorder = Recorder(make(), Silent(), 0, 0)
+    for step in (1, 2, 3):
+        events.append(f"dispatch {step}")
+        recorder.dispatched(step, {name: OnItsWay(step, name) for name in ("loss", "grad_norm", "tokens")})
+    recorder.flush()
+    assert events == ["dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3"]
+
+
+def test_tensorboard_when_asked():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(make(track={"tensorboard": True}))
+    events = EventAccumulator("runs/tiny/tensorboard")
+    events.Reload()
+    written = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert written == pytest.approx(losses("runs/tiny"), rel=1e-6)
+    train(make(name="without"))
+    assert not Path("runs/without/tensorboard").exists()
+
+
+def test_vocabulary_smaller_than_the_tokenizer_is_refused():
+    with pytest.raises(UserError, match=r"model\.vocab_size = 100: must be at least the tokenizer's 257"):
+        train(make(model={"vocab_size": 100}))
+
+
+def test_generate_and_stream_agree():
+    train(make())
+    trained = mw.open_run("runs/tiny")
+    texts = trained.generate(["the ", "", "a lazy"], max_tokens=20)
+    assert len(texts) == 3
+    pieces = list(trained.stream(["the ", "", "a lazy"], max_tokens=20))
+    assert ["".join(column) for column in zip(*pieces, strict=True)] == texts
+    shutil.rmtree("stores")
+    assert mw.open_run("runs/tiny").generate("the ", max_tokens=20) == [texts[0]]  # needs the run directory alone
