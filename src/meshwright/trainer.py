@@ -62,6 +62,7 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         trackers = closing.enter_context(Trackers(run, directory, console))
         store = prepare(run, source=source, on_progress=console.prepare_progress)
         tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
+        eval_every = run.train.eval_every if evaluates(run, store) else 0
         identity = run_identity(run, spec, store)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep)
         engine = make_engine(run, spec)
@@ -75,10 +76,10 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         step, evaluation = start, {}
         for step, batch in enumerate(train_batches(store, run, start, engine.rows), start + 1):
             recorder.dispatched(step, engine.train_step(batch))
-            last = step == run.train.steps
-            evaluating = is_due(run.train.eval_every, step, last) and not stop.signal and has_validation(store)
-            sampling = is_due(run.train.sample_every, step, last) and not stop.signal
-            saving = is_due(run.checkpoint.every, step, last) or last or stop.signal
+            last, stopping = step == run.train.steps, stop.signal != 0  # once: a signal may come at any moment
+            evaluating = is_due(eval_every, step, last) and not stopping
+            sampling = is_due(run.train.sample_every, step, last) and not stopping
+            saving = is_due(run.checkpoint.every, step, last) or last or stopping
             if evaluating or sampling or saving:
                 with recorder.paused():
                     if not recorder.finite:
@@ -91,7 +92,7 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
                     if saving:
                         manifest = _manifest(run, engine, step, recorder.tokens, identity, evaluation)
                         checkpoints.save(engine.save, manifest)
-            if stop.signal or not recorder.finite:
+            if stopping or not recorder.finite:
                 break
 
         recorder.flush()
@@ -206,9 +207,16 @@ def is_due(every: int, step: int, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
-def has_validation(store: Store) -> bool:
-    """Whether any document was held out."""
-    return store.split("validation").token_count > 0
+def evaluates(run: Run, store: Store) -> bool:
+    """Whether the run is evaluated as it goes.
+
+    Raises:
+        UserError: it should be, and the validation split is too short for a single example.
+    """
+    if run.train.eval_every == 0 or store.split("validation").token_count == 0:
+        return False
+    eval_batches(store, run)
+    return True
 
 
 def _header(run: Run, engine: Engine, store: Store, tokenizer: Tokenizer) -> dict[str, str]:

@@ -1,0 +1,386 @@
+"""Text to token ids and back: bytes, byte-pair encodings trained here, tiktoken's, Hugging Face's.
+
+Every kind keeps three rules. What text says is text: a literal `<|endoftext|>` in a document becomes ordinary tokens.
+Nothing is added: no beginning, no end of text. And ids that stand for no text (end of text, other special tokens, ids
+beyond the vocabulary) decode to nothing.
+"""
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshwright.errors import UserError, closest
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Where a Hugging Face tokenizer doesn't say which token ends a text, the first of these that it knows.
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>", "<|im_end|>")
+
+# Where `bpe` may not merge across. A line break takes the punctuation before it and the indentation after it, so `):`
+# and the step into the next block can be one token; a word takes up to two signs before it, so ` (self` and `, and`
+# can. On the standard library at 4,096 tokens this gives 3.78 bytes a token; GPT-2's rule 3.56, cl100k's 3.55.
+BPE_BORDERS = "|".join(
+    (
+        r"[^\s\p{L}\p{N}_]*\s*[\r\n][ \t]*",
+        r"[^\r\n\p{L}\p{N}]{0,2}[\p{L}_]+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}_]+",
+        r"\s+",
+    )
+)
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer is to the rest of the data room."""
+
+    kind: str
+    """As in the run file: `bytes`, `bpe`, `tiktoken:<name>`, `hf:<name or folder>`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one, end of text included."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that follows each document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what maps text to ids, so equal tokenizers have equal ones wherever they came from."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    def encode_batch(self, texts: list[str]) -> Sequence[list[int] | np.ndarray]:
+        """The ids of each text, in the order given; uses every core."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that aren't UTF-8 become U+FFFD."""
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes that each id stands for; empty for ids that stand for no text."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` reads; makes the folder."""
+
+
+class ByteTokenizer:
+    """One token a byte: ids 0 to 255 are the bytes of UTF-8, 256 is end of text."""
+
+    kind = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+    fingerprint = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([i]) for i in range(256)] + [b""]
+
+    def save(self, folder: Path) -> None:
+        _write_json(folder / "spec.json", {"kind": self.kind})
+
+
+class TiktokenTokenizer:
+    """One of tiktoken's encodings. It doesn't travel with a store: tiktoken keeps the files in its own cache."""
+
+    def __init__(self, kind: str) -> None:
+        import tiktoken
+
+        name = kind.removeprefix("tiktoken:")
+        known = tiktoken.list_encoding_names()
+        if name not in known:
+            raise UserError(f"tokenizer.kind = {kind!r}: tiktoken has no such encoding{closest(name, known)}")
+        try:
+            self._encoding = tiktoken.get_encoding(name)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"tokenizer.kind = {kind!r}: tiktoken can't get its files ({type(error).__name__}); connect once, or "
+                "set TIKTOKEN_CACHE_DIR to a folder that holds them"
+            ) from None
+        self.kind = kind
+        self.vocab_size = self._encoding.n_vocab
+        self.end_of_text = self._encoding.eot_token
+
+    @cached_property
+    def fingerprint(self) -> str:
+        # tiktoken rewrites its regular expressions into faster equal ones, so they stay out of it.
+        digest = hashlib.sha256(f"{self._encoding.name} {self.end_of_text}".encode())
+        for token, value in enumerate(self.token_bytes()):
+            digest.update(b"%d:%d:%b" % (token, len(value), value))
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda text: self._encoding.encode_to_numpy(text, disallowed_special=()), texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return _join(self.token_bytes(), ids).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        special = {self._encoding.encode_single_token(name) for name in self._encoding.special_tokens_set}
+        values = [b""] * self.vocab_size
+        for token in range(self.vocab_size):
+            if token not in special:
+                try:
+                    values[token] = self._encoding.decode_single_token_bytes(token)
+                except KeyError:
+                    continue  # cl100k and later leave gaps among their ids
+        return values
+
+    def save(self, folder: Path) -> None:
+        _write_json(folder / "spec.json", {"kind": self.kind})
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library: trained here (`bpe`), or anyone's `tokenizer.json` (`hf:…`).
+
+    Arguments:
+        kind: `bpe` or `hf:<name or folder>`.
+        tokenizer: a `tokenizers.Tokenizer`.
+        config: what `tokenizer_config.json` says; `eos_token` names the end of text.
+
+    Raises:
+        UserError: it has no end-of-text token.
+    """
+
+    def __init__(self, kind: str, tokenizer: Any, config: dict[str, Any]) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._config = config
+        self.kind = kind
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocabulary.values()) + 1
+        named = config.get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        end = next((name for name in (named, *KNOWN_ENDS) if name in self._vocabulary), None)
+        if end is None:
+            raise UserError(
+                f"tokenizer.kind = {kind!r}: has no end-of-text token; name one as eos_token in the "
+                "tokenizer_config.json beside tokenizer.json"
+            )
+        self.end_of_text = self._vocabulary[end]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        form = {"tokenizer": _stated(json.loads(self._tokenizer.to_str())), "end_of_text": self.end_of_text}
+        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if i < self.vocab_size], skip_special_tokens=True)
+
+    def token_bytes(self) -> list[bytes]:
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        spell = _spell_byte_level if byte_level else _spell_sentencepiece
+        values = [b""] * self.vocab_size
+        for piece, token in self._vocabulary.items():
+            if token not in added:
+                values[token] = spell(piece)
+            elif not added[token].special and token != self.end_of_text:
+                values[token] = piece.encode()
+        return values
+
+    def save(self, folder: Path) -> None:
+        _write_json(folder / "spec.json", {"kind": self.kind})
+        _write_json(folder / "tokenizer_config.json", self._config)
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+
+
+class StreamDecoder:
+    """Text as its tokens arrive, one whole character at a time.
+
+    The parts together are what `decode` gives for all the ids, but for the space before the first word, which a
+    SentencePiece tokenizer's `decode` leaves out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The characters that this id completes; empty while one is half there."""
+        return self._decoder.decode(_join(self._token_bytes, [token]))
+
+    def flush(self) -> str:
+        """What is left when no more ids come: U+FFFD for a character that stayed half, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def open_tokenizer(kind: str) -> Tokenizer:
+    """Open a ready-made tokenizer.
+
+    Arguments:
+        kind: `bytes`, `tiktoken:<name>`, or `hf:<name or folder>`.
+
+    Raises:
+        UserError: there is none of that name, its files can't be had, or it has no end-of-text token.
+    """
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind.startswith("tiktoken:"):
+        return TiktokenTokenizer(kind)
+    if kind.startswith("hf:"):
+        return _open_hugging_face(kind)
+    ready_made = ["bytes", "tiktoken:<name>", "hf:<name or folder>"]
+    raise UserError(f"tokenizer.kind = {kind!r}: not a ready-made tokenizer; choose from {', '.join(ready_made)}")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level byte-pair encoding: any text survives the way there and back, in few tokens.
+
+    Arguments:
+        texts: what to count pairs in; read once.
+        vocab_size: tokens in all: 256 bytes, end of text, merges. Fewer come out where the texts have too few pairs.
+
+    Returns:
+        A tokenizer of kind `bpe`; the same one for the same texts.
+
+    Raises:
+        UserError: the vocabulary can't hold the bytes and end of text.
+    """
+    if vocab_size < 257:
+        raise UserError(f"tokenizer.vocab_size = {vocab_size}: must be at least 257 (256 bytes and end of text)")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(BPE_BORDERS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    return LibraryTokenizer("bpe", tokenizer, config)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Open what a tokenizer's `save` wrote.
+
+    Arguments:
+        folder: the folder given to `save`.
+
+    Raises:
+        UserError: a file is missing or broken, or tiktoken's own files can't be had.
+    """
+    try:
+        kind = json.loads((folder / "spec.json").read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"{folder / 'spec.json'}: missing or broken; prepare the store anew") from None
+    if kind == "bpe" or kind.startswith("hf:"):
+        return _open_folder(kind, folder)
+    return open_tokenizer(kind)
+
+
+def _open_hugging_face(kind: str) -> Tokenizer:
+    name = kind.removeprefix("hf:")
+    if Path(name).is_dir():
+        return _open_folder(kind, Path(name))
+    mend = "give the path of a folder that holds tokenizer.json, or the name of a model on the hub"
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UserError(f"tokenizer.kind = {kind!r}: no such folder; {mend}")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_pretrained(name)
+    except Exception as error:
+        raise UserError(
+            f"tokenizer.kind = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); {mend}"
+        ) from None
+    return LibraryTokenizer(kind, tokenizer, {})
+
+
+def _open_folder(kind: str, folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a tokenizer's folder must hold tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise UserError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from None
+    config_path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{config_path}: not valid JSON ({error})") from None
+    return LibraryTokenizer(kind, tokenizer, config)
+
+
+def _join(token_bytes: list[bytes], ids: Iterable[int]) -> bytes:
+    return b"".join(token_bytes[i] for i in ids if i < len(token_bytes))
+
+
+def _byte_letters() -> dict[str, int]:
+    # Byte-level vocabularies write a printable byte as itself and the others, in order, as the letters from U+0100.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LETTERS = _byte_letters()
+
+
+def _spell_byte_level(piece: str) -> bytes:
+    return bytes(BYTE_LETTERS[letter] for letter in piece)
+
+
+def _spell_sentencepiece(piece: str) -> bytes:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("▁", " ").encode()
+
+
+def _stated(form: Any) -> Any:
+    # Newer releases of the library write more keys, unset; without those, a fingerprint outlives an upgrade.
+    if isinstance(form, dict):
+        return {key: _stated(value) for key, value in form.items() if value is not None and value is not False}
+    return [_stated(value) for value in form] if isinstance(form, list) else form
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
