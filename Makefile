@@ -1,0 +1,45 @@
+# The commands of a developer and of CI. `make demo` and `make test` need Python 3.11 or newer, git and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test test-slow lint format lock clean
+
+demo: $(VENV)/base.done
+	$(BIN)/meshwright train examples/stdlib.toml
+
+test: $(VENV)/test.done lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/test.done
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/test.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Two environments in fresh folders, so that a lock file holds what the ranges in pyproject.toml bring and no more.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q .
+	build/lock/bin/pip freeze --exclude meshwright > requirements/base.txt
+	build/lock/bin/pip install -q '.[test]'
+	build/lock/bin/pip freeze --exclude meshwright > requirements/test.txt
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/base.done: requirements/base.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -r requirements/base.txt
+	$(BIN)/pip install -q --no-deps -e .
+	touch $@
+
+$(VENV)/test.done: requirements/test.txt $(VENV)/base.done
+	$(BIN)/pip install -q -r requirements/test.txt
+	touch $@
