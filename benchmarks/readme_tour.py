@@ -1,7 +1,7 @@
 """Plays the README's commands and puts what they print into its output blocks.
 
     python benchmarks/readme_tour.py           # a few minutes: `make demo` runs in full
-    python benchmarks/readme_tour.py --draft   # under a minute or two: a demo of 40 steps
+    python benchmarks/readme_tour.py --draft   # two minutes: a demo of 40 steps
 
 Needs an environment with Meshwright in it. The commands run in a temporary copy of what they read, with a `.venv`
 whose `meshwright` and `python` are this environment's. In the README:
@@ -9,7 +9,7 @@ whose `meshwright` and `python` are this environment's. In the README:
 - each line of an `sh` block is a command; a `python` block is a script;
 - `<!-- exit 1 -->` before a block says how its last command ends, if not with 0;
 - `<!-- output -->` before a `text` block: what the block above printed goes there. With
-  `<!-- output: first 5, last 3 -->` the lines between are cut.
+  `<!-- output: first 5, then from "done" -->` the lines between are cut, up to the last line that holds those words.
 """
 
 import argparse
@@ -28,7 +28,9 @@ COPIED = ("examples", "Makefile", "pyproject.toml", "requirements")
 READER = "~/meshwright"  # stands for the temporary folder in what is shown
 NOT_PLAYED = ("make test",)  # would run the tests that play the README
 
-_BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*?) -->\n+)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<note>[^\n]*?) -->\n+)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass
@@ -153,10 +155,11 @@ def _as_a_reader_sees(output: str, folder: Path) -> str:
 
 def _cut(output: str, note: str) -> str:
     lines = output.rstrip("\n").split("\n")
-    if match := re.fullmatch(r"output: first (\d+), last (\d+)", note):
-        first, last = int(match[1]), int(match[2])
-        if len(lines) > first + last + 1:
-            lines = [*lines[:first], "…", *lines[len(lines) - last :]]
+    if match := re.fullmatch(r'output: first (\d+), then from "(.*)"', note):
+        first = int(match[1])
+        last = max((number for number, line in enumerate(lines) if match[2] in line), default=len(lines))
+        if last > first + 1:
+            lines = [*lines[:first], "…", *lines[last:]]
     return "\n".join(lines) + "\n"
 
 

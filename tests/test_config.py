@@ -46,7 +46,7 @@ def test_mistake_is_one_line(change, expected):
     values = run_values("x", **{k: v for k, v in change.items() if isinstance(v, dict)})
     values |= {k: v for k, v in change.items() if not isinstance(v, dict)}
     with pytest.raises(UserError) as caught:
-        make_run(values, "my.toml")
+        make_run(values, where="my.toml")
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("my.toml: ")

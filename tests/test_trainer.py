@@ -46,13 +46,13 @@ def test_a_whole_run():
     outcome, shown = train(run)
     assert (outcome.step, outcome.stopped_by) == (12, None)
     trained = mw.open_run("runs/tiny")
-    table = trained.metrics()
-    logged = ~np.isnan(table["loss"])
-    assert table["step"][logged].tolist() == [1, 2, 4, 6, 8, 10, 12]
-    assert table["tokens"][logged].tolist() == [128 * step for step in (1, 2, 4, 6, 8, 10, 12)]
-    assert table["step"][~np.isnan(table["val_loss"])].tolist() == [4, 8, 12]
-    assert table["loss"][logged][-1] < table["loss"][logged][0]
-    assert {"learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "val_perplexity"} <= table.keys()
+    table, evaluations = trained.metrics(), trained.evaluations()
+    assert table["step"].tolist() == [1, 2, 4, 6, 8, 10, 12]
+    assert table["tokens"].tolist() == [128 * step for step in (1, 2, 4, 6, 8, 10, 12)]
+    assert evaluations["step"].tolist() == [4, 8, 12]
+    assert table["loss"][-1] < table["loss"][0]
+    assert {"learning_rate", "grad_norm", "tokens_per_second", "step_seconds"} <= table.keys()
+    assert {"val_loss", "val_perplexity", "val_bits_per_byte"} <= evaluations.keys()
     assert [sample["step"] for sample in trained.samples()] == [6, 12]
     assert mw.load_run("runs/tiny/run.toml").model.vocab_size == 257
     for text in ("step 12/12", "validation loss", "sample", "runs/tiny", "meshwright generate"):
@@ -250,9 +250,8 @@ def test_keeps_the_newest_and_the_best():
     train(make(train={"eval_every": 2, "steps": 20}, optimizer={"learning_rate": 3e-3}, checkpoint={"every": 2}))
     folder = Path("runs/tiny/checkpoints")
     steps = [checkpoint.step for checkpoint in Checkpoints(folder, 2).committed()]
-    table = mw.open_run("runs/tiny").metrics()
-    evaluated = ~np.isnan(table["val_loss"])
-    best = int(table["step"][evaluated][np.argmin(table["val_loss"][evaluated])])
+    table = mw.open_run("runs/tiny").evaluations()
+    best = int(table["step"][np.argmin(table["val_loss"])])
     assert steps == sorted({18, 20, best})
     assert mw.open_run("runs/tiny", checkpoint="best").checkpoint.step == best
 
@@ -284,6 +283,31 @@ def test_a_save_that_fails_is_not_silent(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         checkpoints.wait()
     assert checkpoints.committed() == []
+
+
+def test_another_optimizer_is_refused_by_name():
+    import optax
+
+    train(make(train={"steps": 4}), optimizer=optax.sgd(0.1))
+    with pytest.raises(UserError, match=r"optimizer\.kind = 'adamw'; the checkpoint was made with 'own'"):
+        train(make())
+    with pytest.raises(
+        UserError, match=r"optimizer.*no such array in the checkpoint.*give the optimizer that the checkp"
+    ):
+        train(make(), optimizer=optax.sgd(0.1, momentum=0.9))
+
+
+def test_an_own_source_is_needed_no_more_once_prepared():
+    class Numbers:
+        def describe(self):
+            return {"name": "numbers", "fingerprint": "1"}
+
+        def documents(self):
+            return (mw.Document(str(n), f"{n} and {n + 1} make {2 * n + 1}. " * 3) for n in range(60))
+
+    outcome, _ = train(make(train={"eval_every": 6}), source=Numbers())
+    assert mw.open_run("runs/tiny").evaluate()["val_loss"] == pytest.approx(outcome.evaluation["val_loss"], rel=1e-6)
+    assert mw.load_run("runs/tiny/run.toml").data.train.startswith("stores/")
 
 
 def test_nonfinite_loss_stops_and_names_the_last_good_checkpoint():

@@ -5,7 +5,7 @@
     run = mw.load_run("examples/stdlib.toml", ["train.steps=100"])
     mw.train(run)
     trained = mw.open_run(run.directory)
-    print(trained.generate("def ")[0])
+    print(trained.generate("def ", temperature=0.7)[0])
 
 Importing the package imports no framework; the first call that needs one does.
 """
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from meshwright.config import Run as Run
     from meshwright.config import load_run as load_run
     from meshwright.config import make_run as make_run
+    from meshwright.data.sources import Document as Document
     from meshwright.errors import UserError as UserError
+    from meshwright.track.console import make_console as make_console
 
 __version__ = "0.1.0"
 
@@ -29,13 +31,26 @@ _HOMES = {
     "load_run": "config",
     "make_run": "config",
     "UserError": "errors",
+    "Document": "data.sources",
+    "make_console": "track.console",
     "TrainedRun": "api",
     "open_run": "api",
     "prepare": "api",
     "train": "api",
 }
 
-__all__ = ["Run", "TrainedRun", "UserError", "load_run", "make_run", "open_run", "prepare", "train"]
+__all__ = [
+    "Document",
+    "Run",
+    "TrainedRun",
+    "UserError",
+    "load_run",
+    "make_console",
+    "make_run",
+    "open_run",
+    "prepare",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,11 @@ from meshwright.data.store import Store
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
+from meshwright.models.spec import ModelSpec
 from meshwright.rundir import RunDirectory
 from meshwright.track.console import Console, make_console
 from meshwright.track.metrics import Table, as_table, read_lines, read_metrics
+from meshwright.track.report import write_report
 
 if TYPE_CHECKING:
     import optax
@@ -93,30 +95,35 @@ def open_run(path: str | Path, *, checkpoint: str | int = "newest", model: "Mode
     Raises:
         UserError: it isn't a run directory.
     """
-    return TrainedRun(RunDirectory(Path(path)), checkpoint, model)
+    return TrainedRun(Path(path), checkpoint, model)
 
 
 class TrainedRun:
     """A run directory, opened by `open_run`. The model is loaded when it is first needed."""
 
-    def __init__(self, directory: RunDirectory, checkpoint: str | int, model: "ModelMaker | None"):
-        self.directory = directory
-        self.run = directory.load_run()
+    def __init__(self, path: Path, checkpoint: str | int, model: "ModelMaker | None"):
+        self.path = path
+        self.files = RunDirectory(path)
+        self.run = self.files.load_run()
         self._wanted = checkpoint
         self._model = model
 
     def metrics(self) -> Table:
-        """Training and evaluation records as columns: a dictionary of float64 arrays, which pandas takes as it is."""
-        return as_table(read_metrics(self.directory.metrics))
+        """Training records as columns: a dictionary of float64 arrays, which `pandas.DataFrame` takes as it is."""
+        return as_table([record for record in read_metrics(self.files.metrics) if "loss" in record])
+
+    def evaluations(self) -> Table:
+        """Evaluation records as columns, like `metrics`."""
+        return as_table([record for record in read_metrics(self.files.metrics) if "val_loss" in record])
 
     def samples(self) -> list[dict[str, Any]]:
         """The texts written during training, each with `step`, `prompt` and `text`."""
-        return read_lines(self.directory.samples)
+        return read_lines(self.files.samples)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer."""
-        return load_tokenizer(self.directory.tokenizer)
+        return load_tokenizer(self.files.tokenizer)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -125,27 +132,29 @@ class TrainedRun:
         Raises:
             UserError: there is none such.
         """
-        checkpoints = Checkpoints(self.directory.checkpoints, self.run.checkpoint.keep)
-        committed = checkpoints.committed()
-        steps = [checkpoint.step for checkpoint in committed]
-        if not committed:
-            raise UserError(
-                f"{self.directory.path}: holds no checkpoint yet; train it first: meshwright train RUN.toml"
-            )
+        checkpoints = Checkpoints(self.files.checkpoints, self.run.checkpoint.keep)
+        by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.committed()}
+        if not by_step:
+            raise UserError(f"{self.path}: holds no checkpoint yet; train it first: meshwright train RUN.toml")
+        newest = by_step[max(by_step)]
         if self._wanted == "newest":
-            return committed[-1]
+            return newest
         if self._wanted == "best":
-            return checkpoints.best() or committed[-1]
-        if str(self._wanted).isdigit() and int(self._wanted) in steps:
-            return committed[steps.index(int(self._wanted))]
-        raise UserError(f"checkpoint = {self._wanted!r}: must be newest, best, or one of the steps {steps}")
+            return checkpoints.best() or newest
+        if str(self._wanted).isdigit() and int(self._wanted) in by_step:
+            return by_step[int(self._wanted)]
+        raise UserError(f"checkpoint = {self._wanted!r}: must be newest, best, or one of the steps {sorted(by_step)}")
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine, with the checkpoint's parameters."""
-        engine = _make_engine(self.run, self.run.model.spec, model=self._model)
+        """The engine, with the checkpoint's parameters; it holds no optimizer state.
+
+        Raises:
+            UserError: the checkpoint is damaged, or holds another model.
+        """
+        engine = _make_engine(self.run, self.run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():
-            raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another with --checkpoint")
+            raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another checkpoint")
         engine.restore(self.checkpoint.folder)
         return engine
 
@@ -156,29 +165,34 @@ class TrainedRun:
             UserError: the data isn't what the run was trained with.
         """
         store = prepare_store(self.run)
-        check_identity(self.checkpoint, trainer.run_identity(self.run, self.run.model.spec, store))
+        check_identity(self.checkpoint, trainer.data_identity(store))
         return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, store, self.run)}
 
     def generate(
-        self, prompts: str | list[str], *, max_tokens: int | None = None, sampling: Sampling | None = None
+        self,
+        prompts: str | list[str],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> list[str]:
         """What the model writes after each prompt, as one batch.
 
         Arguments:
             prompts: one or several; an empty one stands for the start of a document.
             max_tokens: the most tokens to add; None: 200, or what the context has room for.
-            sampling: how tokens are chosen.
+            temperature, top_k, top_p, seed: how tokens are chosen; see `meshwright.engines.base.Sampling`.
 
         Raises:
             UserError: prompt and continuation don't fit the context.
         """
-        texts: list[str] = []
-        for pieces in self.stream(prompts, max_tokens=max_tokens, sampling=sampling):
-            texts = [text + piece for text, piece in zip(texts or [""] * len(pieces), pieces, strict=True)]
-        return texts
+        pieces = self.stream(prompts, Sampling(temperature, top_k, top_p, seed), max_tokens=max_tokens)
+        return ["".join(column) for column in zip(*pieces, strict=True)]
 
     def stream(
-        self, prompts: str | list[str], *, max_tokens: int | None = None, sampling: Sampling | None = None
+        self, prompts: str | list[str], sampling: Sampling | None = None, *, max_tokens: int | None = None
     ) -> Iterator[list[str]]:
         """As `generate`, yielding the text of each prompt piece by piece; never half a character."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -196,13 +210,11 @@ class TrainedRun:
 
     def report(self) -> Path:
         """Write `report.html` into the run directory, and return its path."""
-        from meshwright.track.report import write_report
-
-        return write_report(self.directory.path)
+        return write_report(self.path)
 
 
-def _make_engine(run: Run, spec: Any, *, model: Any = None, optimizer: Any = None, metrics: Any = None) -> Engine:
+def _make_engine(run: Run, spec: ModelSpec, *, model: "ModelMaker | None", **more: Any) -> Engine:
     from meshwright.engines.jax.engine import JaxEngine
     from meshwright.models.decoder import Decoder
 
-    return JaxEngine(run, spec, model=model or Decoder, optimizer=optimizer, metrics=metrics)
+    return JaxEngine(run, spec, model=model or Decoder, **more)

@@ -145,16 +145,16 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
 
     Arguments:
         checkpoint: the one to go on from.
-        identity: what must be the same for training to go on as if nothing had happened.
+        identity: what must be as it was, or the part of it that matters here.
 
     Raises:
         UserError: something differs; a line for each thing.
     """
     theirs = checkpoint.manifest["identity"]
     differing = [
-        f"  {key} = {identity.get(key)!r}; the checkpoint was made with {theirs.get(key)!r}"
-        for key in sorted(identity | theirs)
-        if identity.get(key) != theirs.get(key)
+        f"  {key} = {identity[key]!r}; the checkpoint was made with {theirs.get(key)!r}"
+        for key in sorted(identity)
+        if identity[key] != theirs.get(key)
     ]
     if differing:
         what = "\n".join(differing)

@@ -129,17 +129,19 @@ def generate(
     from meshwright.api import open_run
     from meshwright.engines.base import Sampling
 
-    trained, sampling = open_run(run_dir, checkpoint=checkpoint), Sampling(temperature, top_k, top_p, seed)
+    trained = open_run(run_dir, checkpoint=checkpoint)
     if len(prompts) <= 1:
         prompt = prompts[0] if prompts else ""
-        pieces = trained.stream(prompt, max_tokens=max_tokens, sampling=sampling)
+        pieces = trained.stream(prompt, Sampling(temperature, top_k, top_p, seed), max_tokens=max_tokens)
         first = next(pieces, [""])  # before anything is shown, so that a mistake shows as its line alone
         click.echo(prompt + first[0], nl=False)
         for piece in pieces:
             click.echo(piece[0], nl=False)
         click.echo()
         return
-    texts = trained.generate(list(prompts), max_tokens=max_tokens, sampling=sampling)
+    texts = trained.generate(
+        list(prompts), max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         click.echo(f"--- {number} ---\n{prompt}{text}")
 

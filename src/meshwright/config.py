@@ -1,5 +1,6 @@
 """The run file: one TOML file, typed sections, every mistake one clear line. Imports no framework."""
 
+import copy
 import re
 import tomllib
 from pathlib import Path
@@ -55,6 +56,7 @@ class DataSection(Section):
     separator: str = ""
     """Text between two documents of one file, such as `<|endoftext|>`; empty: one file is one document."""
     packing: Literal["stream", "padded"] = "stream"
+    """`stream`: windows over all tokens, across documents. `padded`: a document a row, cut or filled."""
     store: str = ""
     """Folder of the token store; empty: `stores/<key>`, where the key names the source and the tokenizer."""
 
@@ -74,7 +76,9 @@ class ModelSection(ModelSpec):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     preset: str
+    """The architecture to start from; the table below lists them."""
     init: Literal["random"] = "random"
+    """What the parameters start as."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,18 +102,24 @@ class MeshSection(Section):
     """How devices are laid out."""
 
     data: Literal[-1, 1] = -1
+    """Devices that share a batch; -1: all that are left. Only one works today, so both are the same."""
 
 
 class OptimizerSection(Section):
     """The update rule."""
 
     kind: Literal["adamw", "lion", "muon", "schedule_free"] = "adamw"
+    """AdamW, Lion, Muon (with AdamW for what isn't a matrix of a block), or schedule-free AdamW."""
     learning_rate: PositiveFloat = 1e-3
+    """The peak; the schedule scales it."""
     matrix_learning_rate: PositiveFloat = 0.02
     """Learning rate of the layers' matrices under `muon`; `learning_rate` serves the rest, by AdamW."""
     weight_decay: NonNegativeFloat = 0.1
+    """Pull towards zero, on matrices and embeddings only."""
     beta1: Share = 0.9
+    """Decay of the mean of gradients."""
     beta2: Share = 0.95
+    """Decay of the mean of squared gradients (of Lion: of its momentum)."""
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
 
@@ -118,7 +128,9 @@ class ScheduleSection(Section):
     """The learning rate over time, as a share of its peak."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """After the warm-up: flat, a line or half a cosine to the end, or flat with a final decay (`wsd`)."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises to its peak."""
     decay_steps: NonNegativeInt = 0
     """Steps of the final decay under `wsd`; 0: a fifth of the run."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -129,18 +141,25 @@ class TrainSection(Section):
     """The loop: how long, how much at a time, how often to look."""
 
     steps: PositiveInt = 1000
+    """Updates in all. May be raised later to train on."""
     batch_size: PositiveInt = 16
     """Sequences in the global batch."""
     micro_batch_size: NonNegativeInt = 0
     """Sequences at a time, whole mesh; gradients accumulate over the batch. 0: the whole batch at once."""
     sequence_length: PositiveInt = 128
+    """Tokens of a sequence; at most `model.context_length`."""
     log_every: PositiveInt = 10
+    """Steps between training records."""
     eval_every: NonNegativeInt = 100
+    """Steps between evaluations, the last step included; 0: never."""
     eval_batches: PositiveInt = 20
+    """The most batches an evaluation reads; always the same ones."""
     sample_every: NonNegativeInt = 100
+    """Steps between samples, the last step included; 0: never."""
     sample_prompt: str = ""
     """What the samples begin with; empty: the end-of-text token, the start of a document."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or a gradient isn't finite: stop, or leave that update out."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations; parameters stay float32. `auto`: bfloat16 on an accelerator, float32 on a CPU."""
     scan_layers: bool = False
@@ -160,21 +179,27 @@ class LaunchSection(Section):
     """Where the run runs."""
 
     kind: Literal["local"] = "local"
+    """As a process of this machine."""
 
 
 class TrackSection(Section):
     """Trackers beside `metrics.jsonl`, which is always written."""
 
     tensorboard: bool = False
+    """Whether to write TensorBoard event files too; needs the extra `track`."""
 
 
 class Run(Section):
     """A whole run file, checked."""
 
-    name: Annotated[str, AfterValidator(_name)]
+    name: Annotated[str, AfterValidator(_name)] = "run"
+    """Name of the run: letters, digits, `.`, `_` and `-`."""
     engine: Literal["jax"] = "jax"
+    """What trains the model."""
     seed: NonNegativeInt = 0
+    """Seed of the initial parameters, the order of the data, dropout and samples."""
     run_dir: str = ""
+    """Folder of the run; empty: `runs/<name>`."""
     data: DataSection
     tokenizer: TokenizerSection = TokenizerSection()
     model: ModelSection
@@ -228,7 +253,7 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     """Read and check a run file.
 
     Arguments:
-        path: a TOML file.
+        path: a TOML file; its name without the ending is the run's, unless it says otherwise.
         overrides: `section.key=value` strings, applied over the file in order; values are TOML, and what isn't
             TOML is taken as a string.
 
@@ -244,21 +269,23 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
         raise UserError(f"{path}: is a folder; give the path of a run file (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(values, override)
-    return make_run(values, str(path))
+    return make_run({"name": path.stem, **values}, overrides, where=str(path))
 
 
-def make_run(values: dict[str, Any], where: str = "run") -> Run:
+def make_run(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), *, where: str = "run") -> Run:
     """Check a run given as nested dictionaries.
 
     Arguments:
-        values: as `tomllib` reads them.
+        values: as `tomllib` reads them; left as they are.
+        overrides: as for `load_run`.
         where: what error messages call the run.
 
     Raises:
         UserError: a key, a type, a value or a combination is wrong; one line for each.
     """
+    values = copy.deepcopy(values)
+    for override in overrides:
+        _apply(values, override)
     try:
         return Run.model_validate(values)
     except ValidationError as error:

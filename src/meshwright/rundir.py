@@ -57,10 +57,18 @@ class RunDirectory:
                 ) from None
             yield
 
-    def begin(self, run: Run, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-        """Write the resolved run file and the tokenizer."""
+    def begin(self, run: Run, spec: ModelSpec, tokenizer: Tokenizer, store: Path | None) -> None:
+        """Write the resolved run file and the tokenizer.
+
+        Arguments:
+            run: the run.
+            spec: its architecture, with its vocabulary.
+            tokenizer: the run's.
+            store: the token store, where its documents came from Python: from now on the run file names it.
+        """
         model = run.model.model_copy(update={"vocab_size": spec.vocab_size})
-        text = _HEADER + run.model_copy(update={"model": model}).to_toml()
+        data = run.data.model_copy(update={"train": str(store), "store": ""}) if store else run.data
+        text = _HEADER + run.model_copy(update={"model": model, "data": data}).to_toml()
         beside = self.run_file.with_suffix(".partial")
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.run_file)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ class Stop:
     """Whether a signal has asked for an end; `signal` is its number, 0 while there was none."""
 
     signal: int = 0
+    at: float = 0.0
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Note the first SIGINT or SIGTERM instead of dying of it; the second one raises KeyboardInterrupt at once.
+    """Note the first SIGINT or SIGTERM instead of dying of it; another, a second or more later, raises
+    KeyboardInterrupt at once. (Some programs send a signal to a process and to its group, so it comes twice.)
 
     Off the main thread signals can't be caught, and nothing is.
     """
@@ -26,9 +29,10 @@ def stop_signals() -> Iterator[Stop]:
         return
 
     def handle(number: int, _frame: object) -> None:
-        if stop.signal:
+        if not stop.signal:
+            stop.signal, stop.at = number, time.monotonic()
+        elif time.monotonic() - stop.at > 1.0:
             raise KeyboardInterrupt
-        stop.signal = number
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

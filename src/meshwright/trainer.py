@@ -63,12 +63,12 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         store = prepare(run, source=source, on_progress=console.prepare_progress)
         tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
         eval_every = run.train.eval_every if evaluates(run, store) else 0
-        identity = run_identity(run, spec, store)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep)
         engine = make_engine(run, spec)
+        identity = {**run_identity(run, spec), **data_identity(store), **engine.identity}
         resumed = resume(engine, checkpoints, identity, trackers.note)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
-        directory.begin(run, spec, tokenizer)
+        directory.begin(run, spec, tokenizer, store.path if source else None)
         trackers.start(_header(run, engine, store, tokenizer), start)
         recorder = Recorder(run, trackers, start, tokens)
         stop = closing.enter_context(stop_signals())
@@ -103,7 +103,8 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         if ended_by:
             trackers.note(f"stopped after step {step} and saved; the same command goes on from there")
         write_report(directory.path)
-        trackers.finish(Summary(run.directory, step, time.monotonic() - started, **_summary(evaluation)))
+        seconds, shown = time.monotonic() - started, _summary(evaluation)
+        trackers.finish(Summary(run.directory, step, seconds, run.train.sample_prompt, ended_by is not None, **shown))
         return Outcome(run.directory, step, evaluation, ended_by)
 
 
@@ -121,18 +122,23 @@ def resolve_spec(run: Run, store: Store) -> ModelSpec:
     return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
 
 
-def run_identity(run: Run, spec: ModelSpec, store: Store) -> dict[str, Any]:
-    """What must stay the same for training to go on as if nothing had happened, by run-file key."""
+def data_identity(store: Store) -> dict[str, str]:
+    """What tells the data of one run from those of another."""
+    return {
+        "tokenizer (fingerprint)": store.manifest["tokenizer"]["fingerprint"][:16],
+        "data (fingerprint)": store.fingerprint[:16],
+    }
+
+
+def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
+    """What must stay the same in a run file for training to go on as if nothing had happened."""
     return {
         "engine": run.engine,
         "seed": run.seed,
         **{f"model.{key}": value for key, value in spec.model_dump().items()},
-        "tokenizer (fingerprint)": store.manifest["tokenizer"]["fingerprint"][:16],
-        "data (fingerprint)": store.fingerprint[:16],
         "data.packing": run.data.packing,
         "train.batch_size": run.train.batch_size,
         "train.sequence_length": run.train.sequence_length,
-        "optimizer.kind": run.optimizer.kind,
     }
 
 
@@ -144,7 +150,7 @@ def resume(
     Arguments:
         engine: freshly made.
         checkpoints: the run's.
-        identity: see `run_identity`.
+        identity: what must be as it was.
         note: told of each checkpoint that is passed over, and why.
 
     Returns:
@@ -163,6 +169,8 @@ def resume(
         check_identity(checkpoint, identity)
         try:
             engine.restore(checkpoint.folder)
+        except UserError:
+            raise
         except Exception as error:
             pass_over(f"checkpoint {checkpoint.folder} skipped: {_first_line(error)}")
             continue

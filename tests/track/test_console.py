@@ -50,7 +50,7 @@ def tell(console: Console) -> None:
     console.evaluation(EVALUATION)
     console.sample(200, "def ", HOSTILE)
     console.note("checkpoint saved: [bold]runs/small")
-    console.finish(Summary(Path("runs/small"), 1000, 83.4, 2.5, 1.25))
+    console.finish(Summary(Path("runs/small"), 1000, 83.4, "def ", val_loss=2.5, val_bits_per_byte=1.25))
     console.close()
     console.close()
 
@@ -118,7 +118,7 @@ def test_plain_tells_the_whole_run() -> None:
         "  | def [bold]x[/bold] [/] [link=http://x]y[/link] ␛[31mred␇ a\\[b]\n  | \tend\n",
         "checkpoint saved: [bold]runs/small\n",
         "  time        0:01:23\n  validation  loss 2.5000, 1.2500 bits per byte\n",
-        '  next        meshwright generate runs/small --prompt "def "\n              meshwright report runs/small\n',
+        "  next        meshwright generate runs/small --prompt 'def '\n              meshwright report runs/small\n",
     ):
         assert expected in text
 
@@ -148,7 +148,7 @@ def test_rich_shows_the_run_on_any_width(width: int) -> None:
     assert "12,345 tokens/s" in text
     assert "resuming at step 100 of 1,000" in text
     assert "validation loss 2.5000" in text
-    assert 'meshwright generate runs/small --prompt "def "' in text
+    assert "meshwright generate runs/small --prompt 'def '" in text
     assert max(len(line) for line in re.split(r"[\r\n]", text)) <= width
 
 

@@ -29,6 +29,8 @@ class Engine(Protocol):
     """How many parameters the model has."""
     description: str
     """The devices and types in a few words, for people."""
+    identity: dict[str, str]
+    """What else than the run file must stay the same for a checkpoint to be gone on from."""
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Train on one global batch; returns at once.
@@ -37,8 +39,8 @@ class Engine(Protocol):
             batch: this process's rows, `[B, T]`.
 
         Returns:
-            `loss`, `grad_norm`, `learning_rate`, `tokens` (those that counted), and a researcher's own metrics, each
-            still on its way: `float(value)` waits for it.
+            `loss`, `grad_norm`, `tokens` (those that counted), `learning_rate` where it is known, and a researcher's
+            own metrics, each still on its way: `float(value)` waits for it.
         """
         ...
 
@@ -58,7 +60,8 @@ class Engine(Protocol):
         """Take up the state that `save` wrote.
 
         Raises:
-            Exception: the folder is damaged, or holds another model; the state may be half replaced.
+            UserError: the folder holds the state of another model or optimizer.
+            Exception: it is damaged; the engine's state is as it was.
         """
         ...
 

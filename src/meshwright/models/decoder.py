@@ -60,12 +60,14 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer.
+    """A decoder-only transformer. A subclass with another `block` is a decoder made of those.
 
     Arguments:
         spec: the architecture; `vocab_size` must be set.
         rngs: the stream `params` gives the initial parameters.
     """
+
+    block = Block
 
     def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
         if spec.vocab_size == 0:
@@ -75,7 +77,7 @@ class Decoder(nnx.Module):
         if spec.positions == "learned":
             table = INIT_STD * jax.random.normal(rngs.params(), (spec.context_length, spec.width))
             self.position_embedding = nnx.Param(table)
-        self.blocks = _stack_of_blocks(spec, rngs)
+        self.blocks = _stack_of_blocks(self.block, spec, rngs)
         self.final_norm = make_norm(spec) if spec.norm_placement == "pre" else None
         self.head = None if spec.tied_embeddings else _make_head(spec, rngs)
 
@@ -177,11 +179,11 @@ def _make_head(spec: ModelSpec, rngs: nnx.Rngs) -> Linear:
     return Linear(spec.width, spec.vocab_size, bias=spec.head_bias, std=INIT_STD, rngs=rngs)
 
 
-def _stack_of_blocks(spec: ModelSpec, rngs: nnx.Rngs) -> Block:
+def _stack_of_blocks(block: type[Block], spec: ModelSpec, rngs: nnx.Rngs) -> Block:
     @nnx.split_rngs(splits=spec.layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> Block:
-        return Block(spec, rngs=rngs)
+        return block(spec, rngs=rngs)
 
     return make(rngs)
 

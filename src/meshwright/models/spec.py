@@ -17,24 +17,43 @@ class ModelSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: Literal["gpt2", "minigpt", "llama"] = "gpt2"
+    """The family that the model belongs to; changes nothing by itself today."""
     vocab_size: int = Field(0, ge=0)
+    """Size of the vocabulary; 0: the tokenizer's. A larger one pads the table."""
     context_length: PositiveInt = 1024
+    """The most tokens that the model can look at."""
     layers: PositiveInt = 12
+    """Blocks, one above the other."""
     width: PositiveInt = 768
+    """Width of the residual stream."""
     heads: PositiveInt = 12
+    """Attention heads."""
     kv_heads: int = Field(0, ge=0)
+    """Heads of keys and values; must divide `heads`. 0: as many as `heads`."""
     head_width: int = Field(0, ge=0)
+    """Width of a head; 0: `width / heads`."""
     ffn_width: PositiveInt = 3072
+    """Inner width of the feed-forward part."""
     positions: Literal["learned", "rotary"] = "learned"
+    """How a token's place is told."""
     rope_theta: PositiveFloat = 10_000.0
+    """Base of the wavelengths of rotary positions."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of the norms."""
     norm_placement: Literal["pre", "post"] = "pre"
+    """`pre`: `x + f(norm(x))`. `post`: `norm(x + f(x))`."""
     norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in a norm."""
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"
+    """Of the feed-forward part; `swiglu` has a gate besides."""
     bias: bool = True
+    """Whether the linear maps of the blocks have biases."""
     head_bias: bool = False
+    """Whether the output head has a bias; needs `tied_embeddings = false`."""
     tied_embeddings: bool = True
+    """Whether the output head is the embedding table."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of activations that training zeroes."""
 
     @model_validator(mode="before")
     @classmethod

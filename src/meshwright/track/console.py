@@ -25,6 +25,10 @@ class Summary:
     """Steps done, those before a resume included."""
     seconds: float
     """Time that this call took; a resumed run's earlier calls are not in it."""
+    prompt: str = ""
+    """What to suggest to go on from."""
+    stopped: bool = False
+    """Whether it ended before its last step."""
     val_loss: float | None = None
     """Nats a token at the last evaluation; None: there was none."""
     val_bits_per_byte: float | None = None
@@ -158,7 +162,7 @@ class PlainConsole:
 
     def finish(self, summary: Summary) -> None:
         """See `Console`."""
-        self._rows("done", finish_rows(summary))
+        self._rows("stopped" if summary.stopped else "done", finish_rows(summary))
 
     def close(self) -> None:
         """See `Console`."""
@@ -233,7 +237,8 @@ def finish_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.val_loss is not None:
         bits = "" if summary.val_bits_per_byte is None else f", {summary.val_bits_per_byte:.4f} bits per byte"
         rows.append(("validation", f"loss {summary.val_loss:.4f}{bits}"))
-    rows.append(("next", f'meshwright generate {folder} --prompt "def "'))
+    prompt = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
+    rows.append(("next", f"meshwright generate {folder}{prompt}"))
     rows.append(("", f"meshwright report {folder}"))
     return rows
 

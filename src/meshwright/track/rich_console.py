@@ -112,7 +112,7 @@ class RichConsole:
     def finish(self, summary: Summary) -> None:
         """See `Console`."""
         self.close()
-        self._rows("done", finish_rows(summary))
+        self._rows("stopped" if summary.stopped else "done", finish_rows(summary))
 
     def close(self) -> None:
         """See `Console`."""

@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshwright.engines.jax.step import TrainState
+from meshwright.errors import UserError
 
 _FOLDER = "state"
 
@@ -26,8 +27,8 @@ def save_state(folder: Path, state: TrainState) -> Callable[[], None]:
     Returns:
         A function that waits until the files are on disk, and raises what went wrong.
     """
-    checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.StandardSave(_flatten(state)))
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(_flatten(state)))
 
     def finish() -> None:
         checkpointer.wait_until_finished()
@@ -37,15 +38,30 @@ def save_state(folder: Path, state: TrainState) -> Callable[[], None]:
 
 
 def restore_state(folder: Path, like: TrainState) -> TrainState:
-    """Read a state back, onto the devices and in the layout of `like`.
+    """Read a state back, onto the devices and in the layout of `like`; arrays that `like` lacks are left unread.
 
     Raises:
-        Exception: whatever Orbax raises for a folder that is damaged or holds other arrays.
+        UserError: the folder holds the state of another model or optimizer.
+        Exception: whatever Orbax raises for a folder that is damaged.
     """
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _flatten(like))
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        arrays = checkpointer.restore(folder.absolute() / _FOLDER, args=ocp.args.StandardRestore(abstract))
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in _flatten(like)])
+    wanted = {name: ocp.utils.to_shape_dtype_struct(leaf) for name, leaf in _flatten(like).items()}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        _check_arrays(folder, checkpointer.metadata(folder.absolute() / _FOLDER).item_metadata.tree, wanted)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+        arrays = checkpointer.restore(folder.absolute() / _FOLDER, args=args)
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+
+def _check_arrays(folder: Path, stored: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    for name, array in wanted.items():
+        if name not in stored or tuple(stored[name].shape) != array.shape:
+            found = f"shape {tuple(stored[name].shape)}" if name in stored else "no such array"
+            part = "optimizer" if name.startswith("optimizer") else "model"
+            raise UserError(
+                f"{folder}: {name}: {found} in the checkpoint, shape {array.shape} in this run; "
+                f"give the {part} that the checkpoint was made with"
+            )
 
 
 def _flatten(state: TrainState) -> dict[str, Any]:

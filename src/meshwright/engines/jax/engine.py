@@ -32,6 +32,8 @@ class JaxEngine:
         model: makes the model from `(spec, rngs=…)`; it has the methods of `Decoder`, which is the default.
         optimizer: a researcher's own in place of the run file's.
         metrics: scalars of an `Update`, by name, reported with each step.
+        training: false where the engine only evaluates and generates: it then holds no optimizer state, and restores
+            from a checkpoint whatever optimizer wrote it.
     """
 
     def __init__(
@@ -42,16 +44,22 @@ class JaxEngine:
         model: ModelMaker = Decoder,
         optimizer: optax.GradientTransformation | None = None,
         metrics: dict[str, Metric] | None = None,
+        training: bool = True,
     ):
         self.rows = slice(0, run.train.batch_size)
         dtype = compute_dtype(run)
         self.description = f"{_devices()}, {jnp.dtype(dtype).name}"
         graph, params = initial_params(model, spec, run.seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        optimizer = optimizer or make_optimizer(run)
+        self.identity = {
+            "model": getattr(model, "__qualname__", repr(model)),
+            "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
+        }
+        schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
+        averages = optimizer is None and run.optimizer.kind == "schedule_free"  # then evaluation needs its state
+        optimizer = optimizer or (make_optimizer(run) if training or averages else optax.identity())
         self._state = jax.jit(_initial_state, static_argnums=1)(params, optimizer.init)
         loss_sum = make_loss(graph, dtype, run.train.scan_layers)
-        schedule = make_schedule(run, run.optimizer.learning_rate)
         step = make_train_step(run, loss_sum, optimizer, schedule, metrics or {})
         self._train_step = jax.jit(step, donate_argnums=0)
         self._eval_step = jax.jit(loss_sum)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -33,11 +34,11 @@ def make_schedule(run: Run, peak: float) -> optax.Schedule:
     else:
         decay = s.decay_steps or max(steps // 5, 1)
         main = optax.linear_schedule(peak, final, decay, transition_begin=max(after - decay, 0))
-    if s.warmup_steps == 0:
-        return main
-    # Update 0 already moves: the first of n warm-up updates has 1/n of the peak.
-    warmup = optax.linear_schedule(peak / s.warmup_steps, peak, max(s.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, main], [s.warmup_steps])
+    if s.warmup_steps:
+        # Update 0 already moves: the first of n warm-up updates has 1/n of the peak.
+        warmup = optax.linear_schedule(peak / s.warmup_steps, peak, max(s.warmup_steps - 1, 1))
+        main = optax.join_schedules([warmup, main], [s.warmup_steps])
+    return lambda count: jnp.maximum(main(count), 0.0)  # rounding may end a decay to 0 just below it
 
 
 def make_optimizer(run: Run) -> optax.GradientTransformation:

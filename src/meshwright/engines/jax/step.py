@@ -53,7 +53,7 @@ def make_train_step(
     run: Run,
     loss_sum: Callable[..., LossSum],
     optimizer: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
+    learning_rate: optax.Schedule | None,
     metrics: dict[str, Metric],
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """One update on one global batch.
@@ -62,7 +62,7 @@ def make_train_step(
         run: batch sizes, seed, clipping and what to do with a loss that isn't finite.
         loss_sum: from `make_loss`.
         optimizer: from `make_optimizer`, or a researcher's own.
-        learning_rate: what the metrics report.
+        learning_rate: what the metrics report; None: nothing, since only the optimizer knows.
         metrics: a researcher's own, each a scalar of an `Update`.
     """
     accumulate = run.train.batch_size // run.micro_batch_size
@@ -96,12 +96,9 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
-        values = {
-            "loss": loss.total / tokens,
-            "grad_norm": norm,
-            "learning_rate": learning_rate(state.step),
-            "tokens": loss.tokens,
-        }
+        values = {"loss": loss.total / tokens, "grad_norm": norm, "tokens": loss.tokens}
+        if learning_rate is not None:
+            values["learning_rate"] = learning_rate(state.step)
         update = Update(state.params, gradients, updates, values["loss"])
         values |= {name: metric(update) for name, metric in metrics.items()}
         if run.train.on_nonfinite == "skip":
