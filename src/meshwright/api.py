@@ -182,7 +182,7 @@ class TrainedRun:
 
         Arguments:
             prompts: one or several; an empty one stands for the start of a document.
-            max_tokens: the most tokens to add; None: 200, or what the context has room for.
+            max_tokens: the most tokens to add; None: 200, or fewer to stay within `train.sequence_length`.
             temperature, top_k, top_p, seed: how tokens are chosen; see `meshwright.engines.base.Sampling`.
 
         Raises:
@@ -198,7 +198,7 @@ class TrainedRun:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         stop = self.tokenizer.end_of_text
         ids = [list(self.tokenizer.encode(prompt)) or [stop] for prompt in prompts]
-        room = self.run.model.context_length - max(len(one) for one in ids)
+        room = self.run.train.sequence_length - max(len(one) for one in ids)  # positions beyond were never trained
         if max_tokens is None:
             max_tokens = max(min(200, room), 1)
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]

@@ -102,7 +102,9 @@ def evaluate(run_dir: str, checkpoint: str) -> None:
 @main.command()
 @RUN_DIR
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="What to go on from; may be given often.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens to add.  [default: 200, if they fit]")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), help="The most tokens to add.  [default: 200, or to the length trained]"
+)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Choose among the k likeliest; 0: all.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Or among this share.")

@@ -205,8 +205,8 @@ def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
 def write_sample(engine: Engine, tokenizer: Tokenizer, run: Run) -> str:
     """What the model writes after `train.sample_prompt`; without one, after an end of text."""
     prompt = tokenizer.encode(run.train.sample_prompt) or [tokenizer.end_of_text]
-    room = min(SAMPLE_TOKENS, run.model.context_length - len(prompt))
-    steps = engine.generate([prompt], room, tokenizer.end_of_text, Sampling(seed=run.seed))
+    room = min(SAMPLE_TOKENS, run.train.sequence_length - len(prompt))  # positions beyond were never trained
+    steps = engine.generate([prompt], max(room, 1), tokenizer.end_of_text, Sampling(seed=run.seed))
     return tokenizer.decode(token for (token,) in steps if token is not None)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshwright.models.gradients import causal_attention
 from meshwright.models.layers import Linear, dropout, fused_linear
 from meshwright.models.spec import ModelSpec
 
@@ -121,14 +122,17 @@ class Attention(nnx.Module):
         v_BTKC = v.reshape(batch, time, self.spec.kv_heads, self.spec.head_width)
         if rotary is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
-        if cache is None:
+        if cache is not None:
+            cache = _write(cache, k_BTKC, v_BTKC, positions_BT)
+            seen_BTS = jnp.arange(cache.keys_BSKC.shape[1]) <= positions_BT[:, :, None]
+            y_BTHC = attend(q_BTHC, cache.keys_BSKC, cache.values_BSKC, seen_BTS)
+        elif dropout_keys_B is not None and self.spec.dropout > 0.0:
             y_BTHC = attend(
                 q_BTHC, k_BTKC, v_BTKC, causal_mask(time), rate=self.spec.dropout, dropout_keys_B=dropout_keys_B
             )
         else:
-            cache = _write(cache, k_BTKC, v_BTKC, positions_BT)
-            seen_BTS = jnp.arange(cache.keys_BSKC.shape[1]) <= positions_BT[:, :, None]
-            y_BTHC = attend(q_BTHC, cache.keys_BSKC, cache.values_BSKC, seen_BTS)
+            y_BHTC = causal_attention(*(x.swapaxes(1, 2) for x in (q_BTHC, k_BTKC, v_BTKC)))
+            y_BTHC = y_BHTC.swapaxes(1, 2)
         return self.out(y_BTHC.reshape(batch, time, -1)), cache
 
 

@@ -110,11 +110,17 @@ class Decoder(nnx.Module):
         x_BTD, _ = self._layers(x_BTD, positions_BT, rotary, keys_LB, None, scan_layers)
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
+    def head_weights(self) -> tuple[jax.Array, jax.Array | None]:
+        """The kernel, `[D, V]`, and the bias, `[V]` or None, of the linear map from `hidden` to scores."""
+        if self.head is None:
+            return self.embedding[...].T, None
+        return self.head.kernel[...], None if self.head.bias is None else self.head.bias[...]
+
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Scores of the next token, `[B, T, V]`, of the type of `x_BTD`."""
-        if self.head is not None:
-            return self.head(x_BTD)
-        return x_BTD @ self.embedding[...].T.astype(x_BTD.dtype)
+        kernel_DV, bias_V = self.head_weights()
+        scores_BTV = x_BTD @ kernel_DV.astype(x_BTD.dtype)
+        return scores_BTV if bias_V is None else scores_BTV + bias_V.astype(x_BTD.dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Scores of the token after each, `[B, T, V]` float32, without dropout."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshwright.models import gradients
+
 
 class Linear(nnx.Module):
     """`y = x @ kernel + bias`.
@@ -36,7 +38,7 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
         For each map its output, `[..., fan_out]`.
     """
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
-    y = x @ kernel.astype(x.dtype)
+    y = gradients.linear(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
     biases = [linear.bias[...] for linear in linears if linear.bias is not None]
     if biases:
         y += jnp.concatenate(biases).astype(x.dtype)
@@ -56,10 +58,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
-        return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
+        return gradients.layer_norm(x, self.scale[...], self.bias[...], self.eps)
 
 
 class RMSNorm(nnx.Module):
@@ -70,9 +69,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
-        return (y * self.scale[...]).astype(x.dtype)
+        return gradients.rms_norm(x, self.scale[...], self.eps)
 
 
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, site: int) -> jax.Array:

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from meshwright.models.gradients import gelu
 from meshwright.models.layers import Linear, fused_linear
 from meshwright.models.spec import ModelSpec
 
@@ -24,4 +25,4 @@ class MLP(nnx.Module):
             gate_BTF, up_BTF = fused_linear(x_BTD, self.gate, self.up)
             return self.down(jax.nn.silu(gate_BTF) * up_BTF)
         up_BTF = self.up(x_BTD)
-        return self.down(jax.nn.relu(up_BTF) if self.activation == "relu" else jax.nn.gelu(up_BTF, approximate=True))
+        return self.down(jax.nn.relu(up_BTF) if self.activation == "relu" else gelu(up_BTF))

@@ -1,5 +1,9 @@
-"""The one definition of the loss: sum of token losses over count of tokens, both over the whole global batch."""
+"""The one definition of the loss: sum of token losses over count of tokens, both over the whole global batch.
 
+Shapes: N tokens (batch times time), D width, V vocabulary.
+"""
+
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,19 +18,85 @@ class LossSum(NamedTuple):
     tokens: jax.Array
 
 
-def cross_entropy_sum(logits_BTV: jax.Array, targets_BT: ArrayLike, weights_BT: ArrayLike) -> LossSum:
-    """Sum of the cross-entropies of the targets, in nats, computed in float32.
+class Head(NamedTuple):
+    """The linear map from the residual stream to the scores of the next token."""
+
+    kernel_DV: jax.Array
+    bias_V: jax.Array | None
+
+
+def cross_entropy_sum(x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights_N: ArrayLike, chunk: int) -> LossSum:
+    """Sum of the cross-entropies of the targets, in nats; scores and softmax in float32.
+
+    Scores are made a chunk of tokens at a time, never all at once. Where the gradient is wanted, it is computed along
+    with the loss, while the scores of a chunk are at hand; the backward pass only scales it.
 
     Arguments:
-        logits_BTV: scores of the next token.
-        targets_BT: the token that came.
-        weights_BT: 1 where the token counts, 0 where it doesn't.
+        x_ND: the residual stream after the last norm.
+        head: its scores are `x @ kernel + bias`.
+        targets_N: the token that came.
+        weights_N: 1 where the token counts, 0 where it doesn't.
+        chunk: at most so many tokens at a time.
     """
-    logits_BTV, targets_BT, weights_BT = (
-        logits_BTV.astype(jnp.float32),
-        jnp.asarray(targets_BT),
-        jnp.asarray(weights_BT),
-    )
-    chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    losses_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT
-    return LossSum((losses_BT * weights_BT).sum(), weights_BT.sum())
+    targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
+    return LossSum(_total(x_ND, head, targets_N, weights_N, _divisor(x_ND.shape[0], chunk)), weights_N.sum())
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _total(x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int) -> jax.Array:
+    def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x_CD, targets_C, weights_C = one
+        scores_CV = _scores(x_CD, head)
+        losses_C = jax.nn.logsumexp(scores_CV, axis=-1) - _pick(scores_CV, targets_C)
+        return total + (losses_C * weights_C).sum(), None
+
+    return jax.lax.scan(add, jnp.zeros(()), _chunks(chunk, x_ND, targets_N, weights_N))[0]
+
+
+def _total_and_gradient(x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int):
+    def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
+        (total, d_head), (x_CD, targets_C, weights_C) = sums, one
+        scores_CV = _scores(x_CD, head)
+        highest_C1 = scores_CV.max(axis=-1, keepdims=True)
+        exp_CV = jnp.exp(scores_CV - highest_C1)
+        sum_C1 = exp_CV.sum(axis=-1, keepdims=True)
+        losses_C = (jnp.log(sum_C1) + highest_C1)[:, 0] - _pick(scores_CV, targets_C)
+        d_scores_CV = (exp_CV / sum_C1 - _is_target(scores_CV, targets_C)) * weights_C[:, None]
+        d_scores_CV = jax.lax.optimization_barrier(d_scores_CV.astype(x_CD.dtype))  # read thrice: make it once
+        d_kernel_DV = jnp.dot(jax.lax.optimization_barrier(x_CD.T), d_scores_CV, preferred_element_type=jnp.float32)
+        d_bias_V = None if d_head.bias_V is None else d_head.bias_V + d_scores_CV.astype(jnp.float32).sum(axis=0)
+        d_x_CD = d_scores_CV @ head.kernel_DV.T.astype(x_CD.dtype)
+        return (total + (losses_C * weights_C).sum(), Head(d_head.kernel_DV + d_kernel_DV, d_bias_V)), d_x_CD
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), head)
+    (total, d_head), d_x = jax.lax.scan(add, (jnp.zeros(()), zeros), _chunks(chunk, x_ND, targets_N, weights_N))
+    return total, (d_x.reshape(x_ND.shape), jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_head, head))
+
+
+def _scale(_chunk: int, gradients: tuple[jax.Array, Head], by: jax.Array):
+    d_x_ND, d_head = jax.tree.map(lambda d: d * by.astype(d.dtype), gradients)
+    return d_x_ND, d_head, None, None
+
+
+_total.defvjp(_total_and_gradient, _scale)
+
+
+def _scores(x_CD: jax.Array, head: Head) -> jax.Array:
+    scores_CV = jnp.dot(x_CD, head.kernel_DV.astype(x_CD.dtype), preferred_element_type=jnp.float32)
+    return scores_CV if head.bias_V is None else scores_CV + head.bias_V
+
+
+def _is_target(scores_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(targets_C.dtype, scores_CV.shape, 1) == targets_C[:, None]
+
+
+def _pick(scores_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
+    return jnp.where(_is_target(scores_CV, targets_C), scores_CV, 0.0).sum(axis=-1)  # a gather is slow on a CPU
+
+
+def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(array.reshape(-1, chunk, *array.shape[1:]) for array in arrays)
+
+
+def _divisor(count: int, most: int) -> int:
+    return max(size for size in range(1, min(count, most) + 1) if count % size == 0)

@@ -13,9 +13,13 @@ from flax import nnx
 
 from meshwright.config import Run
 from meshwright.data.examples import Batch
-from meshwright.engines.jax.loss import LossSum, cross_entropy_sum
+from meshwright.engines.jax.loss import Head, LossSum, cross_entropy_sum
 
 Params = Any
+
+_CHUNK = (
+    512  # tokens whose scores are made at a time: they stay in a CPU's cache, and an accelerator's memory is spared
+)
 
 
 class TrainState(NamedTuple):
@@ -44,7 +48,8 @@ def make_loss(graph: nnx.GraphDef, dtype: jnp.dtype, scan_layers: bool) -> Calla
     def loss_sum(params: Params, batch: Batch, dropout_keys_B: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
         x_BTD = model.hidden(batch.inputs_BT, dtype=dtype, dropout_keys_B=dropout_keys_B, scan_layers=scan_layers)
-        return cross_entropy_sum(model.logits(x_BTD), batch.targets_BT, batch.weights_BT)
+        x_ND, targets_N, weights_N = (part.reshape(-1, *part.shape[2:]) for part in (x_BTD, *batch[1:]))
+        return cross_entropy_sum(x_ND, Head(*model.head_weights()), targets_N, weights_N, _CHUNK)
 
     return loss_sum
 

@@ -1,0 +1,84 @@
+"""Each hand-written gradient against the one that autodiff makes of the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.models import gradients
+from meshwright.models.attention import attend, causal_mask
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def plain_layer_norm(x, scale, bias, eps):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + eps) * scale + bias
+
+
+def plain_rms_norm(x, scale, eps):
+    return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale
+
+
+def plain_attention(q, k, v):
+    turned = [x.swapaxes(1, 2) for x in (q, k, v)]
+    return attend(*turned, causal_mask(q.shape[2])).swapaxes(1, 2)
+
+
+CASES = {
+    "linear, wide in": (gradients.linear, lambda x, w: x @ w, (random(6, 9), random(9, 4, seed=1))),
+    "linear, wide out": (gradients.linear, lambda x, w: x @ w, (random(6, 4), random(4, 9, seed=1))),
+    "gelu": (gradients.gelu, lambda x: jax.nn.gelu(x, approximate=True), (3 * random(5, 7),)),
+    "layer norm": (
+        lambda x, scale, bias: gradients.layer_norm(x, scale, bias, 1e-2),
+        lambda x, scale, bias: plain_layer_norm(x, scale, bias, 1e-2),
+        (random(2, 5, 7) + 1, random(7, seed=1), random(7, seed=2)),
+    ),
+    "rms norm": (
+        lambda x, scale: gradients.rms_norm(x, scale, 1e-2),
+        lambda x, scale: plain_rms_norm(x, scale, 1e-2),
+        (random(2, 5, 7) + 1, random(7, seed=1)),
+    ),
+    "attention": (
+        gradients.causal_attention,
+        plain_attention,
+        (random(2, 4, 6, 8), random(2, 4, 6, 8, seed=1), random(2, 4, 6, 8, seed=2)),
+    ),
+    "grouped attention": (
+        gradients.causal_attention,
+        plain_attention,
+        (random(2, 6, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 2, 5, 8, seed=2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autodiff(name):
+    fast, plain, arguments = CASES[name]
+    out, pull = jax.vjp(fast, *arguments)
+    expected, pull_expected = jax.vjp(plain, *arguments)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    upstream = random(*out.shape, seed=3)
+    for got, want in zip(pull(upstream), pull_expected(upstream), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        assert np.abs(want).max() > 0.1
+    assert "custom_vjp_call" in str(jax.make_jaxpr(fast)(*arguments))
+    assert "custom_vjp_call" not in str(jax.make_jaxpr(plain)(*arguments))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_in_bfloat16_out(name):
+    fast, plain, arguments = CASES[name]
+    activations = 3 if "attention" in name else 1
+    rough = [x.astype(jnp.bfloat16) for x in arguments[:activations]] + list(arguments[activations:])
+    out, pull = jax.vjp(fast, *rough)
+    assert out.dtype == jnp.bfloat16
+    expected, pull_expected = jax.vjp(plain, *arguments)
+    upstream = random(*out.shape, seed=3)
+    pairs = [(out, expected), *zip(pull(upstream.astype(jnp.bfloat16)), pull_expected(upstream), strict=True)]
+    for argument, (got, want) in zip([None, *rough], pairs, strict=True):
+        assert argument is None or got.dtype == argument.dtype
+        error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
+        assert 0 < error < 0.02
