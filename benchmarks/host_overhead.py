@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common import machine, write_results
 
@@ -47,6 +47,11 @@ class InstantEngine:
     rows = slice(None)
     parameters = 0
     description = "nothing"
+    identity: ClassVar[dict[str, str]] = {}
+
+    def is_finite(self) -> bool:
+        """See `Engine.is_finite`."""
+        return True
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """See `Engine.train_step`."""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 MISTAKES = [
     ({"model": {"preset": "gpt2-tin"}}, r"model\.preset = 'gpt2-tin': no such preset; did you mean 'gpt2-tiny'"),
-    ({"model": {"heads": 5}}, r"model\.heads = 5 must divide width = 32; set heads to one of \[1, 2, 4\]"),
+    ({"model": {"heads": 5}}, r"model\.heads = 5 must divide width = 32; set heads to one of \[1, 2, 4, 8, 16, 32\]"),
     (
         {"model": {"heads": 4, "kv_heads": 3}},
         r"model\.kv_heads = 3 must divide heads = 4; set it to one of \[1, 2, 4\]",

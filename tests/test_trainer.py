@@ -98,6 +98,17 @@ def test_resume_is_exact_and_skips_nothing():
     assert len(losses("runs/parts2")) == 12
 
 
+@pytest.mark.parametrize("kind", ["lion", "muon", "schedule_free"])
+def test_resume_is_exact_with_every_optimizer(kind):
+    sections = {"optimizer": {"kind": kind}, "schedule": {"kind": "constant"}}
+    train(make(name="whole", **sections))
+    train(make(name="parts", train={"steps": 5}, **sections))
+    train(make(name="parts", **sections))
+    assert losses("runs/parts") == losses("runs/whole")
+    train(make(name="adamw", schedule={"kind": "constant"}))
+    assert losses("runs/adamw") != losses("runs/whole")
+
+
 def test_a_finished_run_trains_no_more():
     train(make())
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
@@ -177,6 +188,42 @@ def test_signal_finishes_the_step_saves_and_says_so(number, code, tmp_path):
     assert f"stopped after step {saved.step} and saved; the same command goes on from there" in out
 
 
+def test_a_stop_at_an_evaluation_loses_nothing(monkeypatch):
+    """The step that a signal ends is evaluated and sampled like any other."""
+    from contextlib import contextmanager
+
+    from meshwright import trainer
+    from meshwright.signals import Stop
+
+    sections = {"train": {"eval_every": 4, "sample_every": 4}}
+    train(make(name="whole", **sections))
+
+    class AtStepFour(Stop):
+        asked = 0
+
+        @property
+        def signal(self):
+            self.asked += 1
+            return signal.SIGTERM if self.asked >= 4 else 0
+
+        @signal.setter
+        def signal(self, _):
+            pass
+
+    @contextmanager
+    def stop():
+        yield AtStepFour()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "stop_signals", stop)
+        outcome, _ = train(make(name="parts", **sections))
+    assert (outcome.step, outcome.stopped_by) == (4, signal.SIGTERM)
+    train(make(name="parts", **sections))
+    assert evaluations("runs/parts") == evaluations("runs/whole")
+    assert mw.open_run("runs/parts").samples() == mw.open_run("runs/whole").samples()
+    assert len(evaluations("runs/whole")) == 3
+
+
 DAMAGE = {
     "flipped byte": lambda folder: flip(max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)),
     "cut short": lambda folder: cut(max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)),
@@ -235,7 +282,7 @@ def test_changed_run_is_refused_with_the_difference(change, expected):
     with pytest.raises(UserError) as caught:
         train(make(**change))
     assert expected in str(caught.value)
-    assert "step_00000004: can't go on" in str(caught.value)
+    assert "step_00000004: can't be used, since the run has changed" in str(caught.value)
     assert Path("runs/tiny/run.toml").read_bytes() == before
 
 
@@ -263,7 +310,7 @@ def test_best_stays_when_the_newest_are_worse(tmp_path):
         (folder / "data").write_bytes(b"x")
         return lambda: None
 
-    for step, val_loss in [(1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)]:
+    for step, val_loss in [(1, None), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)]:
         checkpoints.save(write, {"step": step, "val_loss": val_loss, "identity": {}})
     checkpoints.wait()
     assert [checkpoint.step for checkpoint in checkpoints.committed()] == [2, 4, 5]
@@ -327,6 +374,50 @@ def test_nonfinite_loss_stops_and_names_the_last_good_checkpoint():
     assert message.startswith("step 7: loss = nan")
     assert "the last good checkpoint is runs/tiny/checkpoints/step_00000004" in message
     assert [c.step for c in Checkpoints(Path("runs/tiny/checkpoints"), 2).committed()] == [4]
+
+
+def test_parameters_that_are_not_finite_are_never_saved():
+    import optax
+
+    def nan_at_four(updates, state, params=None):
+        import jax.numpy as jnp
+
+        return optax.tree.scale(jnp.where(state == 3, jnp.nan, -1e-3), updates), state + 1
+
+    optimizer = optax.GradientTransformation(lambda params: 0, nan_at_four)
+    with pytest.raises(
+        UserError, match=r"step 4: .* the update left parameters: not finite.*there is no checkpoint yet"
+    ):
+        train(make(), optimizer=optimizer)  # step 4 has a finite loss and gradient, and is due to be saved
+
+
+def test_leftovers_of_crashes_are_swept(tmp_path):
+    train(make(train={"steps": 4}))
+    leftover = tmp_path / "runs/tiny/checkpoints/step_00000003.partial"
+    leftover.mkdir()
+    (leftover / "data").write_bytes(b"half")
+    train(make())
+    assert not leftover.exists()
+
+
+def test_an_own_model_is_not_opened_as_another():
+    from meshwright.models.decoder import Decoder
+
+    class Other(Decoder):
+        pass
+
+    train(make(train={"steps": 4}), model=Other)
+    assert mw.open_run("runs/tiny", model=Other).generate("the ", max_tokens=2)
+    with pytest.raises(UserError, match="Open the run with the model that it was trained with"):
+        mw.open_run("runs/tiny").generate("the ", max_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["loss", "step"])
+def test_metrics_of_reserved_names_or_shapes_are_refused(name):
+    with pytest.raises(UserError, match=f"metric '{name}': is the name of a record's own key"):
+        train(make(), metrics={name: lambda update: update.loss})
+    with pytest.raises(UserError, match=r"metric 'mine': returns an array of shape \(257, 32\)"):
+        train(make(), metrics={"mine": lambda update: update.gradients["embedding"]})
 
 
 def test_two_processes_never_share_a_run_directory(tmp_path):

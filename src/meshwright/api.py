@@ -3,6 +3,7 @@
 The seams of `train` are shown at work in `docs/extending.md`.
 """
 
+import sys
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -141,7 +142,7 @@ class TrainedRun:
             return newest
         if self._wanted == "best":
             return checkpoints.best() or newest
-        if str(self._wanted).isdigit() and int(self._wanted) in by_step:
+        if str(self._wanted).isdecimal() and int(self._wanted) in by_step:
             return by_step[int(self._wanted)]
         raise UserError(f"checkpoint = {self._wanted!r}: must be newest, best, or one of the steps {sorted(by_step)}")
 
@@ -155,7 +156,17 @@ class TrainedRun:
         engine = _make_engine(self.run, self.run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():
             raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another checkpoint")
-        engine.restore(self.checkpoint.folder)
+        model = {**trainer.run_identity(self.run, self.run.model.spec), "model": engine.identity["model"]}
+        model = {key: value for key, value in model.items() if key.startswith("model")}
+        check_identity(self.checkpoint, model, "Open the run with the model that it was trained with.")
+        try:
+            engine.restore(self.checkpoint.folder)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{self.checkpoint.folder}: can't be read ({type(error).__name__}); choose another checkpoint"
+            ) from error
         return engine
 
     def evaluate(self) -> dict[str, float]:
@@ -164,8 +175,9 @@ class TrainedRun:
         Raises:
             UserError: the data isn't what the run was trained with.
         """
-        store = prepare_store(self.run)
-        check_identity(self.checkpoint, trainer.data_identity(store))
+        store = prepare(self.run, console=make_console(sys.stderr))
+        advice = "Put the data back as it was when the run was trained."
+        check_identity(self.checkpoint, trainer.data_identity(store), advice)
         return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, store, self.run)}
 
     def generate(
@@ -196,11 +208,14 @@ class TrainedRun:
     ) -> Iterator[list[str]]:
         """As `generate`, yielding the text of each prompt piece by piece; never half a character."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not prompts:
+            return
         stop = self.tokenizer.end_of_text
         ids = [list(self.tokenizer.encode(prompt)) or [stop] for prompt in prompts]
-        room = self.run.train.sequence_length - max(len(one) for one in ids)  # positions beyond were never trained
+        longest, context = max(len(one) for one in ids), self.run.model.context_length
         if max_tokens is None:
-            max_tokens = max(min(200, room), 1)
+            trained = self.run.train.sequence_length  # positions beyond were never trained: go there only if one must
+            max_tokens = max(min(200, (trained if longest < trained else context) - longest), 1)
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
         for tokens in self.engine.generate(ids, max_tokens, stop, sampling or Sampling()):
             yield [

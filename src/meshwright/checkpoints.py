@@ -71,7 +71,8 @@ class Checkpoints:
 
     def best(self) -> Checkpoint | None:
         """The one of the lowest validation loss, where any was evaluated."""
-        return min((c for c in self.committed() if c.manifest.get("val_loss") is not None), key=_val_loss, default=None)
+        evaluated = (c for c in self.committed() if c.manifest.get("val_loss") is not None)
+        return min(evaluated, key=_val_loss, default=None)
 
     def sound(self, note: Callable[[str], None]) -> Iterator[Checkpoint]:
         """Those whose files are whole, newest first.
@@ -89,6 +90,11 @@ class Checkpoints:
             elif manifest:
                 yield Checkpoint(path, manifest)
 
+    def sweep(self) -> None:
+        """Remove what crashes left of saves and removals; call it while no other process trains here."""
+        for partial in self.folder.glob("step_*.partial"):
+            shutil.rmtree(partial)
+
     def save(self, write: Callable[[Path], Callable[[], None]], manifest: dict[str, Any]) -> None:
         """Start a checkpoint; it is committed in the background.
 
@@ -103,8 +109,6 @@ class Checkpoints:
         self.wait()
         name = f"step_{manifest['step']:08d}"
         partial = self.folder / f"{name}.partial"
-        if partial.exists():
-            shutil.rmtree(partial)  # what a crash left of a save: no manifest was ever in it
         partial.mkdir(parents=True)
         finish = write(partial)
 
@@ -136,16 +140,18 @@ class Checkpoints:
         newest_last, best = self.committed(), self.best()
         for checkpoint in newest_last[: -self.keep]:
             if best is None or checkpoint.step != best.step:
-                (checkpoint.folder / MANIFEST).unlink()  # first, so that half a folder is never taken for a whole one
-                shutil.rmtree(checkpoint.folder)
+                partial = checkpoint.folder.with_name(f"{checkpoint.folder.name}.partial")
+                checkpoint.folder.rename(partial)  # first, so that half a folder is never taken for a whole one
+                shutil.rmtree(partial)
 
 
-def check_identity(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint of another run.
+def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str) -> None:
+    """Refuse a checkpoint of another run.
 
     Arguments:
-        checkpoint: the one to go on from.
+        checkpoint: the one to use.
         identity: what must be as it was, or the part of it that matters here.
+        advice: what to do about a difference.
 
     Raises:
         UserError: something differs; a line for each thing.
@@ -158,10 +164,7 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     ]
     if differing:
         what = "\n".join(differing)
-        raise UserError(
-            f"{checkpoint.folder}: can't go on from this checkpoint, since the run has changed:\n{what}\n"
-            "  Undo the change, or give the run another name (or run_dir) to start afresh."
-        )
+        raise UserError(f"{checkpoint.folder}: can't be used, since the run has changed since:\n{what}\n  {advice}")
 
 
 def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -173,6 +176,7 @@ def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "files": files}, file, indent=1)
     _sync(partial / MANIFEST)
+    _sync(partial)
     if final.exists():
         final.rename(_free_name(final))  # damaged, or it would have been gone on from
     partial.rename(final)

@@ -1,5 +1,6 @@
 """The commands: parse, call, print. Each imports what it needs when it runs, so that `--help` is quick."""
 
+import shlex
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ CHECKPOINT = click.option(
 
 
 class _Group(click.Group):
-    """Shows a user's mistake as its line, and a Ctrl-C as nothing."""
+    """Shows a user's mistake, or a file that can't be used, as its line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         from meshwright.errors import UserError
@@ -23,6 +24,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except UserError as error:
             click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+        except OSError as error:
+            click.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -60,7 +64,7 @@ def prepare(run_file: str, overrides: tuple[str, ...]) -> None:
     for name in ("train", "validation"):
         split = store.split(name)
         click.echo(f"  {name:<10}  {split.token_count:>14,} tokens")
-    click.echo(f"next: meshwright train {run_file}{''.join(' ' + one for one in overrides)}")
+    click.echo(f"next: {shlex.join(['meshwright', 'train', run_file, *overrides])}")
 
 
 @main.command()
@@ -106,9 +110,9 @@ def evaluate(run_dir: str, checkpoint: str) -> None:
     "--max-tokens", type=click.IntRange(min=1), help="The most tokens to add.  [default: 200, or to the length trained]"
 )
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: the likeliest.")
-@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Choose among the k likeliest; 0: all.")
+@click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=0, help="Choose among the k likeliest; 0: all.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Or among this share.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same text.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Same seed, same text.")
 @CHECKPOINT
 def generate(
     run_dir: str,
@@ -130,22 +134,24 @@ def generate(
     """
     from meshwright.api import open_run
     from meshwright.engines.base import Sampling
+    from meshwright.track.text import visible
 
+    shown = visible if sys.stdout.isatty() else str  # a model may write what a terminal would obey
     trained = open_run(run_dir, checkpoint=checkpoint)
     if len(prompts) <= 1:
         prompt = prompts[0] if prompts else ""
         pieces = trained.stream(prompt, Sampling(temperature, top_k, top_p, seed), max_tokens=max_tokens)
         first = next(pieces, [""])  # before anything is shown, so that a mistake shows as its line alone
-        click.echo(prompt + first[0], nl=False)
+        click.echo(shown(prompt + first[0]), nl=False)
         for piece in pieces:
-            click.echo(piece[0], nl=False)
+            click.echo(shown(piece[0]), nl=False)
         click.echo()
         return
     texts = trained.generate(
         list(prompts), max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        click.echo(f"--- {number} ---\n{prompt}{text}")
+        click.echo(f"--- {number} ---\n{shown(prompt + text)}")
 
 
 @main.command()

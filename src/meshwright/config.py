@@ -43,7 +43,7 @@ def _name(value: str) -> str:
 class Section(BaseModel):
     """A table of the run file: frozen, typed, and closed (an unknown key is an error)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -73,7 +73,7 @@ class TokenizerSection(Section):
 class ModelSection(ModelSpec):
     """A preset, then any field of the spec by name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     preset: str
     """The architecture to start from; the table below lists them."""
@@ -83,7 +83,7 @@ class ModelSection(ModelSpec):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: dict) -> dict:
-        if not isinstance(values.get("preset"), str):
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
             return values
         base = preset(values["preset"]).model_dump()
         if "heads" in values or "width" in values:
@@ -196,7 +196,7 @@ class Run(Section):
     """Name of the run: letters, digits, `.`, `_` and `-`."""
     engine: Literal["jax"] = "jax"
     """What trains the model."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial parameters, the order of the data, dropout and samples."""
     run_dir: str = ""
     """Folder of the run; empty: `runs/<name>`."""
@@ -230,6 +230,14 @@ class Run(Section):
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} must not exceed train.steps = {t.steps}; "
                 "shorten the warm-up"
             )
+        after_warmup = t.steps - self.schedule.warmup_steps
+        if self.schedule.kind == "wsd" and self.schedule.decay_steps > after_warmup:
+            raise ValueError(
+                f"schedule.decay_steps = {self.schedule.decay_steps} must not exceed the {after_warmup} steps after "
+                "the warm-up; shorten the decay"
+            )
+        if self.optimizer.kind == "schedule_free" and self.optimizer.beta1 == 0:
+            raise ValueError("optimizer.beta1 = 0 must be greater than 0 under schedule_free; 0.9 is usual")
         return self
 
     @property
@@ -253,7 +261,7 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     """Read and check a run file.
 
     Arguments:
-        path: a TOML file; its name without the ending is the run's, unless it says otherwise.
+        path: a TOML file; its name, without the ending, is the run's where `name` isn't given.
         overrides: `section.key=value` strings, applied over the file in order; values are TOML, and what isn't
             TOML is taken as a string.
 
@@ -267,9 +275,12 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
         raise UserError(f"{path}: no such run file; see examples/ for some to start from") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder; give the path of a run file (.toml)") from None
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
-    return make_run({"name": path.stem, **values}, overrides, where=str(path))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
+    return make_run({"name": name, **values}, overrides, where=str(path))
 
 
 def make_run(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = (), *, where: str = "run") -> Run:

@@ -41,13 +41,15 @@ class RunDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115  (closed below)
+            theirs = self.run_file.read_text(encoding="utf-8") if self.run_file.exists() else _HEADER
         except OSError as error:
-            raise UserError(f"run_dir = {str(self.path)!r}: can't make the folder: {error.strerror}") from None
-        if self.run_file.exists() and not self.run_file.read_text(encoding="utf-8").startswith(_HEADER):
+            raise UserError(f"run_dir = {str(self.path)!r}: can't be written to: {error.strerror}") from None
+        if not theirs.startswith(_HEADER):
             raise UserError(
                 f"{self.run_file}: would be overwritten by the resolved run file; set run_dir to a folder of its own"
             )
-        with open(self.path / ".lock", "w") as lock:
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

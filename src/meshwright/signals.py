@@ -18,8 +18,8 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Note the first SIGINT or SIGTERM instead of dying of it; another, a second or more later, raises
-    KeyboardInterrupt at once. (Some programs send a signal to a process and to its group, so it comes twice.)
+    """Note the first SIGINT or SIGTERM instead of dying of it; another, a second or more later, ends it
+    at once. (Some programs send a signal to a process and to its group, so it comes twice.)
 
     Off the main thread signals can't be caught, and nothing is.
     """
@@ -32,7 +32,7 @@ def stop_signals() -> Iterator[Stop]:
         if not stop.signal:
             stop.signal, stop.at = number, time.monotonic()
         elif time.monotonic() - stop.at > 1.0:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -62,8 +62,9 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         trackers = closing.enter_context(Trackers(run, directory, console))
         store = prepare(run, source=source, on_progress=console.prepare_progress)
         tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
-        eval_every = run.train.eval_every if evaluates(run, store) else 0
+        eval_every, prompt = run.train.eval_every if evaluates(run, store) else 0, sample_prompt(run, tokenizer)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep)
+        checkpoints.sweep()
         engine = make_engine(run, spec)
         identity = {**run_identity(run, spec), **data_identity(store), **engine.identity}
         resumed = resume(engine, checkpoints, identity, trackers.note)
@@ -77,8 +78,7 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         for step, batch in enumerate(train_batches(store, run, start, engine.rows), start + 1):
             recorder.dispatched(step, engine.train_step(batch))
             last, stopping = step == run.train.steps, stop.signal != 0  # once: a signal may come at any moment
-            evaluating = is_due(eval_every, step, last) and not stopping
-            sampling = is_due(run.train.sample_every, step, last) and not stopping
+            evaluating, sampling = is_due(eval_every, step, last), is_due(run.train.sample_every, step, last)
             saving = is_due(run.checkpoint.every, step, last) or last or stopping
             if evaluating or sampling or saving:
                 with recorder.paused():
@@ -88,10 +88,12 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
                         evaluation = {"step": step, **evaluate(engine, store, run)}
                         trackers.evaluation(evaluation)
                     if sampling:
-                        trackers.sample(step, run.train.sample_prompt, write_sample(engine, tokenizer, run))
-                    if saving:
+                        trackers.sample(step, run.train.sample_prompt, write_sample(engine, tokenizer, run, prompt))
+                    if saving and engine.is_finite():
                         manifest = _manifest(run, engine, step, recorder.tokens, identity, evaluation)
                         checkpoints.save(engine.save, manifest)
+                    elif saving:
+                        raise _not_finite(recorder, checkpoints)
             if stopping or not recorder.finite:
                 break
 
@@ -166,7 +168,9 @@ def resume(
         note(text)
 
     for checkpoint in checkpoints.sound(pass_over):
-        check_identity(checkpoint, identity)
+        check_identity(
+            checkpoint, identity, "Undo the change, or give the run another name or run_dir to start afresh."
+        )
         try:
             engine.restore(checkpoint.folder)
         except UserError:
@@ -202,11 +206,25 @@ def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
     return values
 
 
-def write_sample(engine: Engine, tokenizer: Tokenizer, run: Run) -> str:
-    """What the model writes after `train.sample_prompt`; without one, after an end of text."""
-    prompt = tokenizer.encode(run.train.sample_prompt) or [tokenizer.end_of_text]
-    room = min(SAMPLE_TOKENS, run.train.sequence_length - len(prompt))  # positions beyond were never trained
-    steps = engine.generate([prompt], max(room, 1), tokenizer.end_of_text, Sampling(seed=run.seed))
+def sample_prompt(run: Run, tokenizer: Tokenizer) -> list[int]:
+    """The ids of `train.sample_prompt`; without one, an end of text.
+
+    Raises:
+        UserError: it leaves no room to write.
+    """
+    prompt = list(tokenizer.encode(run.train.sample_prompt)) or [tokenizer.end_of_text]
+    if run.train.sample_every and len(prompt) >= run.train.sequence_length:
+        raise UserError(
+            f"train.sample_prompt = {run.train.sample_prompt[:40]!r}: its {len(prompt)} tokens must be fewer than "
+            f"train.sequence_length = {run.train.sequence_length}; shorten it"
+        )
+    return prompt
+
+
+def write_sample(engine: Engine, tokenizer: Tokenizer, run: Run, prompt: list[int]) -> str:
+    """What the model writes after a prompt, within the length that it is trained on."""
+    room = min(SAMPLE_TOKENS, run.train.sequence_length - len(prompt))
+    steps = engine.generate([prompt], room, tokenizer.end_of_text, Sampling(seed=run.seed))
     return tokenizer.decode(token for (token,) in steps if token is not None)
 
 
@@ -247,18 +265,25 @@ def _manifest(
         "engine": run.engine,
         "mesh": run.mesh.model_dump(),
         "parameters": engine.parameters,
-        "val_loss": evaluation["val_loss"] if evaluation.get("step") == step else None,
+        "val_loss": evaluation["val_loss"] if evaluation.get("step") == step and _is_finite(evaluation) else None,
         "identity": identity,
     }
 
 
 def _not_finite(recorder: Recorder, checkpoints: Checkpoints) -> UserError:
+    checkpoints.wait()
     committed = checkpoints.committed()
     good = f"the last good checkpoint is {committed[-1].folder}" if committed else "there is no checkpoint yet"
+    what = "" if not recorder.finite else ", and the update left parameters"
     return UserError(
-        f"step {recorder.step}: loss = {recorder.loss}, gradient norm = {recorder.grad_norm}: not finite, so training "
-        f'stopped; {good}. Lower optimizer.learning_rate, or set train.on_nonfinite = "skip" to pass such steps over.'
+        f"step {recorder.step}: loss = {recorder.loss}, gradient norm = {recorder.grad_norm}{what}: not finite, so "
+        f'training stopped; {good}. Lower optimizer.learning_rate, or set train.on_nonfinite = "skip" to pass such '
+        "steps over."
     )
+
+
+def _is_finite(evaluation: dict[str, float]) -> bool:
+    return math.isfinite(evaluation["val_loss"])
 
 
 def _summary(evaluation: dict[str, float]) -> dict[str, float]:

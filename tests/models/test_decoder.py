@@ -181,7 +181,7 @@ def test_every_parameter_has_a_gradient(family):
 
 @pytest.mark.parametrize("family", SMALL)
 def test_scanned_layers_equal_unrolled_ones(family):
-    model, ids = noisy(small(family)), tokens()
+    model, ids = noisy(small(family, dropout=0.3)), tokens()
     keys_B = jax.random.split(jax.random.key(0), 2)
 
     def run(scan_layers):
@@ -236,6 +236,16 @@ def test_dropout_reaches_each_layer_and_is_off_without_keys():
     dropped, plain = model.hidden(ids, dropout_keys_B=keys), model.hidden(ids)
     assert np.abs(dropped - plain).max() > 1e-2
     np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids))
+    positions = jnp.arange(ids.shape[1])[None]
+    x_BTD, _ = model._embed(ids, positions, jnp.float32)
+
+    def through_layers(keys_LB):
+        return np.asarray(model._layers(x_BTD, positions, None, keys_LB, None, False)[0])
+
+    once = jax.random.split(jax.random.key(1), (3, 2))
+    other_last = once.at[2].set(once[1])
+    assert np.abs(through_layers(once) - through_layers(None)).max() > 1e-2
+    assert np.abs(through_layers(once) - through_layers(other_last)).max() > 1e-2  # each layer has its own
 
 
 @pytest.mark.parametrize("family", SMALL)

@@ -165,7 +165,7 @@ def test_missing_and_empty_files_are_named(run_dir: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"run\.toml: not valid TOML"):
         write_report(run_dir)
     (run_dir / "run.toml").unlink()
-    with pytest.raises(UserError, match=r"run\.toml: no such file"):
+    with pytest.raises(UserError, match=r"run\.toml: No such file"):
         write_report(run_dir)
     assert not (run_dir / "report.html").exists()
 

@@ -48,6 +48,10 @@ class Engine(Protocol):
         """The sum of the token losses (nats) of a batch and the count of the tokens in it, each on its way."""
         ...
 
+    def is_finite(self) -> bool:
+        """Whether every parameter is a finite number; waits for the last step."""
+        ...
+
     def save(self, folder: Path) -> Callable[[], None]:
         """Start to write the whole state into an empty folder; training may go on at once.
 

@@ -61,7 +61,7 @@ def attend(
     """Softmax attention; scores and softmax in float32.
 
     Arguments:
-        q_BTHC: queries. Heads `g K .. g K + K - 1` … share nothing: head `h` uses key-value head `h // G`.
+        q_BTHC: queries; head `h` uses key-value head `h // G`.
         k_BSKC, v_BSKC: keys and values.
         mask_BTS: true where a query may look; B may be 1.
         rate, dropout_keys_B: dropout of the attention weights.

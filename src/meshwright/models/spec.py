@@ -1,6 +1,6 @@
 """What a decoder is: the numbers and choices from which `decoder.py` builds it. Imports no framework."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -14,7 +14,7 @@ class ModelSpec(BaseModel):
     `vocab_size = 0` means the tokenizer's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     family: Literal["gpt2", "minigpt", "llama"] = "gpt2"
     """The family that the model belongs to; changes nothing by itself today."""
@@ -57,10 +57,12 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_derived(cls, values: dict) -> dict:
+    def _fill_derived(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
         filled = dict(values)
         width, heads = filled.get("width", 768), filled.get("heads", 12)
-        if not filled.get("kv_heads"):
+        if not filled.get("kv_heads") and _is_count(heads):
             filled["kv_heads"] = heads
         if not filled.get("head_width") and _is_count(width) and _is_count(heads):
             filled["head_width"] = width // heads if width % heads == 0 else 0
@@ -69,18 +71,23 @@ class ModelSpec(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.head_width == 0:
-            fits = [h for h in range(1, self.width + 1) if self.width % h == 0 and self.width // h >= 8]
             raise ValueError(
-                f"heads = {self.heads} must divide width = {self.width}; set heads to one of {fits}, or set head_width"
+                f"heads = {self.heads} must divide width = {self.width}; set heads to one of "
+                f"{_divisors_near(self.width, self.heads)}, or set head_width"
             )
         if self.heads % self.kv_heads:
-            fits = [h for h in range(1, self.heads + 1) if self.heads % h == 0]
+            fits = _divisors_near(self.heads, self.kv_heads)
             raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}; set it to one of {fits}")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"head_width = {self.head_width} must be even for rotary positions; change width or heads")
         if self.tied_embeddings and self.head_bias:
             raise ValueError("head_bias = true needs tied_embeddings = false: a tied head is the embedding table alone")
         return self
+
+
+def _divisors_near(number: int, wanted: int) -> list[int]:
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return sorted(sorted(divisors, key=lambda size: abs(size - wanted))[:6])
 
 
 def _is_count(value: object) -> bool:

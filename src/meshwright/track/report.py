@@ -76,8 +76,8 @@ def _read_run(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the folder that `meshwright train` wrote") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give the folder that `meshwright train` wrote") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}; put back the file that `meshwright train` wrote") from None
 

@@ -48,6 +48,11 @@ class Generator:
         longest = int(lengths_B.max())
         if lengths_B.min() == 0:
             raise UserError("prompt = '': must hold at least one token; begin with the end-of-text token instead")
+        if longest >= self._context_length:
+            raise UserError(
+                f"prompt: its {longest} tokens must be fewer than model.context_length = {self._context_length}; "
+                "shorten it"
+            )
         if longest + max_tokens > self._context_length:
             raise UserError(
                 f"max_tokens = {max_tokens}: prompt ({longest} tokens) and continuation must fit "

@@ -17,8 +17,11 @@ from meshwright.engines.jax.checkpoint import restore_state, save_state
 from meshwright.engines.jax.decode import Generator
 from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer, make_schedule
 from meshwright.engines.jax.step import Metric, Params, TrainState, make_loss, make_train_step
+from meshwright.errors import UserError
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import ModelSpec
+
+RESERVED_METRICS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"}
 
 ModelMaker = Callable[..., nnx.Module]
 
@@ -46,6 +49,8 @@ class JaxEngine:
         metrics: dict[str, Metric] | None = None,
         training: bool = True,
     ):
+        if taken := RESERVED_METRICS & (metrics or {}).keys():
+            raise UserError(f"metric {min(taken)!r}: is the name of a record's own key; call it something else")
         self.rows = slice(0, run.train.batch_size)
         dtype = compute_dtype(run)
         self.description = f"{_devices()}, {jnp.dtype(dtype).name}"
@@ -64,6 +69,7 @@ class JaxEngine:
         self._train_step = jax.jit(step, donate_argnums=0)
         self._eval_step = jax.jit(loss_sum)
         self._average = jax.jit(evaluation_params)
+        self._all_finite = jax.jit(_all_finite)
         self._generator = Generator(graph, spec.context_length, dtype)
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
@@ -74,6 +80,10 @@ class JaxEngine:
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
         return self._eval_step(self._evaluation_params(), jax.device_put(batch))
+
+    def is_finite(self) -> bool:
+        """See `Engine.is_finite`."""
+        return bool(self._all_finite(self._state.params))
 
     def save(self, folder: Path) -> Callable[[], None]:
         """See `Engine.save`."""
@@ -114,6 +124,10 @@ def compute_dtype(run: Run) -> Any:
     if run.train.compute_dtype != "auto":
         return jnp.dtype(run.train.compute_dtype)
     return jnp.dtype(np.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def _all_finite(params: Params) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
 def _initial_state(params: Params, init: Callable[[Params], optax.OptState]) -> TrainState:

@@ -39,7 +39,11 @@ def cross_entropy_sum(x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights
         chunk: at most so many tokens at a time.
     """
     targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
-    return LossSum(_total(x_ND, head, targets_N, weights_N, _divisor(x_ND.shape[0], chunk)), weights_N.sum())
+    chunk = min(chunk, x_ND.shape[0])
+    missing = -x_ND.shape[0] % chunk  # filled up with tokens of weight 0
+    x_ND = jnp.pad(x_ND, ((0, missing), (0, 0)))
+    targets_N, weights_N = (jnp.pad(part, (0, missing)) for part in (targets_N, weights_N))
+    return LossSum(_total(x_ND, head, targets_N, weights_N, chunk), weights_N.sum())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -96,7 +100,3 @@ def _pick(scores_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(array.reshape(-1, chunk, *array.shape[1:]) for array in arrays)
-
-
-def _divisor(count: int, most: int) -> int:
-    return max(size for size in range(1, min(count, most) + 1) if count % size == 0)

@@ -14,12 +14,12 @@ from flax import nnx
 from meshwright.config import Run
 from meshwright.data.examples import Batch
 from meshwright.engines.jax.loss import Head, LossSum, cross_entropy_sum
+from meshwright.errors import UserError
 
 Params = Any
 
-_CHUNK = (
-    512  # tokens whose scores are made at a time: they stay in a CPU's cache, and an accelerator's memory is spared
-)
+# Tokens whose scores are made at a time: they stay in a CPU's cache, and spare an accelerator's memory.
+_CHUNK = 512
 
 
 class TrainState(NamedTuple):
@@ -48,8 +48,8 @@ def make_loss(graph: nnx.GraphDef, dtype: jnp.dtype, scan_layers: bool) -> Calla
     def loss_sum(params: Params, batch: Batch, dropout_keys_B: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
         x_BTD = model.hidden(batch.inputs_BT, dtype=dtype, dropout_keys_B=dropout_keys_B, scan_layers=scan_layers)
-        x_ND, targets_N, weights_N = (part.reshape(-1, *part.shape[2:]) for part in (x_BTD, *batch[1:]))
-        return cross_entropy_sum(x_ND, Head(*model.head_weights()), targets_N, weights_N, _CHUNK)
+        x_ND, targets_N = x_BTD.reshape(-1, x_BTD.shape[-1]), batch.targets_BT.reshape(-1)
+        return cross_entropy_sum(x_ND, Head(*model.head_weights()), targets_N, batch.weights_BT.reshape(-1), _CHUNK)
 
     return loss_sum
 
@@ -105,7 +105,7 @@ def make_train_step(
         if learning_rate is not None:
             values["learning_rate"] = learning_rate(state.step)
         update = Update(state.params, gradients, updates, values["loss"])
-        values |= {name: metric(update) for name, metric in metrics.items()}
+        values |= {name: _scalar(name, metric(update)) for name, metric in metrics.items()}
         if run.train.on_nonfinite == "skip":
             new = _keep_if(jnp.isfinite(values["loss"]) & jnp.isfinite(norm), new, state)
         return new, values
@@ -117,6 +117,12 @@ def example_keys(seed: int, step: jax.Array, batch_size: int) -> jax.Array:
     """A random key for each example of a global batch, `[B]`: a function of the seed, the step and its row alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, jnp.arange(batch_size))
+
+
+def _scalar(name: str, value: jax.Array) -> jax.Array:
+    if jnp.shape(value) != ():
+        raise UserError(f"metric {name!r}: returns an array of shape {jnp.shape(value)}; it must return a scalar")
+    return value
 
 
 def _keep_if(finite: jax.Array, new: TrainState, old: TrainState) -> TrainState:
