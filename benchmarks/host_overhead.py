@@ -3,10 +3,12 @@
     python benchmarks/host_overhead.py
 
 1. The loop around an engine whose steps cost nothing: order, reading, batching, records, files, progress, each step.
-2. The JAX engine alone: how long `train_step` keeps its caller (dispatch), beside how long the step then takes.
+2. The JAX engine alone: how long `train_step` keeps its caller (dispatch), beside how long the step then takes. On a
+   CPU the device's threads take the caller's core as soon as the step starts, so the caller's own processor time is
+   what a step costs the host; the time by the clock stands beside.
 3. The whole loop with the JAX engine, beside the same steps dispatched back to back with nothing in between.
 
-The aim is under 1 ms of host work a step, first and second taken together.
+The aim is under 1 ms of host work a step, first and second taken together (`host_s`).
 """
 
 import io
@@ -75,18 +77,19 @@ def loop_alone(folder: str, steps: int = 3000) -> float:
     return (total(steps, "long") - total(steps // 10, "short")) / (steps - steps // 10)
 
 
-def dispatch(folder: str, steps: int = 60) -> tuple[float, float]:
-    """Median seconds that `train_step` keeps its caller while the device is idle, and that the step takes in all."""
+def dispatch(folder: str, steps: int = 100) -> tuple[float, float, float]:
+    """Median seconds of a `train_step` call, of the processor and by the clock, and of the whole step."""
     run = a_run(folder, "dispatch", steps)
     engine, store = JaxEngine(run, run.model.spec.model_copy(update={"vocab_size": 257})), prepare(run)
-    kept, taken = [], []
+    used, kept, taken = [], [], []
     for batch in train_batches(store, run, 0):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         values = engine.train_step(batch)
+        used.append(time.thread_time() - cpu_start)
         kept.append(time.perf_counter() - start)
         float(values["loss"])
         taken.append(time.perf_counter() - start)
-    return statistics.median(kept[5:]), statistics.median(taken[5:])
+    return statistics.median(used[5:]), statistics.median(kept[5:]), statistics.median(taken[5:])
 
 
 def loop_and_bare(folder: str, steps: int = 200) -> tuple[float, float]:
@@ -114,18 +117,19 @@ def main() -> None:
     measured_on = machine("jax", "grain")
     with tempfile.TemporaryDirectory() as folder:
         loop = loop_alone(folder)
-        kept, step = dispatch(folder)
+        used, kept, step = dispatch(folder)
         whole, bare = loop_and_bare(folder)
     figures = {
         "loop_s": loop,
-        "dispatch_s": kept,
+        "dispatch_s": used,
+        "dispatch_by_the_clock_s": kept,
+        "host_s": loop + used,
         "step_s": step,
-        "host_share_of_step": (loop + kept) / step,
         "step_in_the_loop_s": whole,
         "bare_step_s": bare,
     }
     for name, value in figures.items():
-        print(f"{name:<20} {value * 1e3:8.3f} ms" if name.endswith("_s") else f"{name:<20} {value:8.2%}")
+        print(f"{name:<24} {value * 1e3:8.3f} ms")
     print(write_results("host_overhead", measured_on, figures))
 
 

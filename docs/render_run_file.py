@@ -73,7 +73,7 @@ def _type(facts: dict[str, Any]) -> str:
         return ", ".join(f"`{_toml(value)}`" for value in facts["enum"])
     words = {"integer": "integer", "number": "number", "string": "string", "boolean": "`true`, `false`"}[facts["type"]]
     limits = {"exclusiveMinimum": "> {}", "minimum": "≥ {}", "exclusiveMaximum": "< {}", "maximum": "≤ {}"}
-    bounds = [form.format(f"{facts[limit]:g}") for limit, form in limits.items() if limit in facts]
+    bounds = [form.format(f"{facts[limit]:.12g}") for limit, form in limits.items() if limit in facts]
     return f"{words} {', '.join(bounds)}" if bounds else words
 
 

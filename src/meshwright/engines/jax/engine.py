@@ -74,12 +74,12 @@ class JaxEngine:
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """See `Engine.train_step`."""
-        self._state, values = self._train_step(self._state, jax.device_put(batch))
+        self._state, values = self._train_step(self._state, batch)
         return values
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
-        return self._eval_step(self._evaluation_params(), jax.device_put(batch))
+        return self._eval_step(self._evaluation_params(), batch)
 
     def is_finite(self) -> bool:
         """See `Engine.is_finite`."""
