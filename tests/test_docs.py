@@ -34,6 +34,7 @@ def load(path: Path):
 
 tour = load(ROOT / "benchmarks/readme_tour.py")
 run_file_page = load(DOCS / "render_run_file.py")
+performance_page = load(DOCS / "render_performance.py")
 
 
 def commands(page: str) -> list[str]:
@@ -154,6 +155,22 @@ def test_tour_notices_a_command_that_fails(tmp_path):
 def test_run_file_page_is_current():
     page = run_file_page.PAGE.read_text(encoding="utf-8")
     assert run_file_page.render(page) == page, "run: python docs/render_run_file.py"
+
+
+def test_performance_page_is_current():
+    page = performance_page.PAGE.read_text(encoding="utf-8")
+    assert performance_page.render(page) == page, "run: python docs/render_performance.py"
+
+
+def test_performance_page_holds_what_was_aimed_at():
+    """The aims of the project's CPU benchmarks, read off the recorded results."""
+    import json
+
+    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert all(shape["ratio"] >= 1.5 for shape in results["cpu_train"]["shapes"].values())
+    assert all(size["ratio"] >= 0.8 for size in results["prepare"]["encode"])
+    assert results["host_overhead"]["host_s"] < 1e-3
+    assert results["start"]["commands"]["meshwright --help"]["median_s"] < 0.3
 
 
 def test_run_file_tables_hold_every_key():
