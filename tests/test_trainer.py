@@ -73,6 +73,26 @@ def test_bits_per_byte_from_the_documents():
     assert mw.open_run("runs/tiny").evaluate() == pytest.approx(outcome.evaluation, rel=1e-6)
 
 
+def test_a_nanogpt_pair_and_separated_text_train_to_the_same_losses():
+    """The same documents, once as bare uint16 ids, once as one file with separators."""
+    texts = [path.read_text() for path in sorted(Path("texts").glob("*.txt"))]
+    train_texts, held_out = texts[:50], texts[50:]
+    for name, part in (("train", train_texts), ("val", held_out)):
+        ids = [token for text in part for token in [*text.encode(), 256]]
+        np.array(ids, np.uint16).tofile(f"{name}.bin")
+        Path(f"{name}.txt").write_text("<|endoftext|>".join(part))
+    sections = {"train": {"eval_every": 6}}
+    pair = {"train": "train.bin", "validation": "val.bin"}
+    separated = {"train": "train.txt", "validation": "val.txt", "separator": "<|endoftext|>"}
+    first, _ = train(make(name="pair", data=pair, **sections))
+    second, _ = train(make(name="separated", data=separated, **sections))
+    assert losses("runs/pair") == losses("runs/separated")
+    assert first.evaluation == pytest.approx(second.evaluation)
+    assert "val_bits_per_byte" in first.evaluation
+    train(make(name="whole-folder", **sections))
+    assert losses("runs/whole-folder") != losses("runs/pair")
+
+
 def test_evaluation_in_training_changes_nothing():
     train(make(name="plain"))
     train(make(name="looked-at", train={"eval_every": 3, "sample_every": 5}, checkpoint={"every": 2}))
