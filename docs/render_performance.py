@@ -79,7 +79,7 @@ def render(page: str) -> str:
             raise ValueError(f"{PAGE.name}: the markers of {make.__name__!r} are missing")
         m = results["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-        facts = f"`{results['command']}`, on {m['cores']} cores of a {m['cpu']}: {versions}."
+        facts = f"`{results['command']}`, on {m['cores']} cores ({m['cpu']}):\n{versions}."
         page = f"{before}{begin}\n\n{make(results)}\n\n{facts}\n\n{end}{after}"
     return page
 
