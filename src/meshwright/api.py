@@ -18,6 +18,8 @@ from meshwright.data.store import Store
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
+from meshwright.launch.devices import prepare_devices
+from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.rundir import RunDirectory
 from meshwright.track.console import Console, make_console
@@ -57,6 +59,7 @@ def train(
     optimizer: "optax.GradientTransformation | None" = None,
     metrics: "dict[str, Metric] | None" = None,
     console: Console | None = None,
+    group: Group = ALONE,
 ) -> trainer.Outcome:
     """Train a run; prepares its data if needed, and goes on where an earlier call stopped.
 
@@ -68,6 +71,8 @@ def train(
             come in clipped by `optimizer.clip_norm`.
         metrics: scalars of a `meshwright.engines.jax.step.Update`, by name; they are logged beside the loss.
         console: where progress is shown; None: standard output.
+        group: the processes that train together, each calling this; under `launch.kind = "processes"` the command
+            `meshwright train` starts them.
 
     Returns:
         Where the run lies, how many steps are done, and the last evaluation.
@@ -76,11 +81,16 @@ def train(
         UserError: something in the run file, the data or the run directory must be mended first, or the loss stopped
             being finite.
     """
+    if run.launch.kind == "processes" and group is ALONE:
+        raise UserError(
+            'launch.kind = "processes": is for the command `meshwright train`, which starts the processes; from Python '
+            'set launch.kind = "local"'
+        )
+    prepare_devices(run)
     console = console or make_console()
     try:
-        return trainer.train(
-            run, partial(_make_engine, model=model, optimizer=optimizer, metrics=metrics), console, source
-        )
+        make_engine = partial(_make_engine, model=model, optimizer=optimizer, metrics=metrics)
+        return trainer.train(run, make_engine, console, source, group)
     finally:
         console.close()
 

@@ -53,11 +53,14 @@ class Checkpoints:
     Arguments:
         folder: made if missing.
         keep: how many of the newest stay; the best by validation loss stays besides.
+        commits: whether this process commits and removes checkpoints; of several that train together one does, and
+            the others only write their part of the state.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, *, commits: bool = True):
         self.folder = folder
         self.keep = keep
+        self._commits = commits
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -68,6 +71,10 @@ class Checkpoints:
             if _NAME.fullmatch(path.name) and (manifest := _read_manifest(path / MANIFEST)):
                 found.append(Checkpoint(path, manifest))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def at(self, step: int) -> Checkpoint:
+        """The committed one of a step."""
+        return next(checkpoint for checkpoint in self.committed() if checkpoint.step == step)
 
     def best(self) -> Checkpoint | None:
         """The one of the lowest validation loss, where any was evaluated."""
@@ -91,7 +98,9 @@ class Checkpoints:
                 yield Checkpoint(path, manifest)
 
     def sweep(self) -> None:
-        """Remove what crashes left of saves and removals; call it while no other process trains here."""
+        """Remove what crashes left of saves and removals; call it while no other run trains here."""
+        if not self._commits:
+            return
         for partial in self.folder.glob("step_*.partial"):
             shutil.rmtree(partial)
 
@@ -109,14 +118,16 @@ class Checkpoints:
         self.wait()
         name = f"step_{manifest['step']:08d}"
         partial = self.folder / f"{name}.partial"
-        partial.mkdir(parents=True)
+        if self._commits:
+            partial.mkdir(parents=True)
         finish = write(partial)
 
         def commit() -> None:
             try:
                 finish()
-                _commit(partial, self.folder / name, manifest)
-                self._prune()
+                if self._commits:
+                    _commit(partial, self.folder / name, manifest)
+                    self._prune()
             except BaseException as error:
                 self._error = error
 

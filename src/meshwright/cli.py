@@ -82,7 +82,12 @@ def train(run_file: str, overrides: tuple[str, ...]) -> None:
     from meshwright.api import train
     from meshwright.config import load_run
 
-    outcome = train(load_run(run_file, overrides))
+    run = load_run(run_file, overrides)
+    if run.launch.kind == "processes":
+        from meshwright.launch.processes import train_in_processes
+
+        sys.exit(train_in_processes(run))
+    outcome = train(run)
     if outcome.stopped_by:
         sys.exit(128 + outcome.stopped_by)
 

@@ -22,7 +22,15 @@ from pydantic import (
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ModelSpec, preset
 
+
+def _mesh_size(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("a positive number, or -1 for all devices that are left")
+    return value
+
+
 Share = Annotated[float, Field(ge=0, lt=1)]
+MeshSize = Annotated[int, AfterValidator(_mesh_size)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
@@ -38,6 +46,10 @@ def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         raise ValueError("letters, digits, '.', '_' and '-', the first a letter or a digit")
     return value
+
+
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""The axes of the mesh, the one between the most distant devices first."""
 
 
 class Section(BaseModel):
@@ -101,8 +113,20 @@ class ModelSection(ModelSpec):
 class MeshSection(Section):
     """How devices are laid out."""
 
-    data: Literal[-1, 1] = -1
-    """Devices that share a batch; -1: all that are left. Only one works today, so both are the same."""
+    data: MeshSize = -1
+    """Replicas of the model, each with its share of the batch. -1 in one of the sizes: all devices that are left."""
+    fsdp: MeshSize = 1
+    """Shares of the parameters and optimizer state, gathered for use; the batch is shared out too."""
+    tensor: MeshSize = 1
+    """Shares of heads, feed-forward width and vocabulary."""
+    pipeline: MeshSize = 1
+    """Stages that the layers are cut into; micro-batches pass through them one behind another."""
+    expert: MeshSize = 1
+    """Shares of the experts; the batch is shared out too."""
+    context: MeshSize = 1
+    """Shares of each sequence."""
+    pipeline_rounds: PositiveInt = 1
+    """How often a micro-batch goes round the stages, each holding so many runs of layers; more: a smaller bubble."""
 
 
 class OptimizerSection(Section):
@@ -164,6 +188,8 @@ class TrainSection(Section):
     """Type of activations; parameters stay float32. `auto`: bfloat16 on an accelerator, float32 on a CPU."""
     scan_layers: bool = False
     """One compiled layer in a loop (compiles fast) in place of unrolled ones (run fast)."""
+    remat: Literal["none", "full", "products"] = "none"
+    """What is computed again in the backward pass, to save memory: nothing, each layer, or all but its products."""
 
 
 class CheckpointSection(Section):
@@ -178,8 +204,12 @@ class CheckpointSection(Section):
 class LaunchSection(Section):
     """Where the run runs."""
 
-    kind: Literal["local"] = "local"
-    """As a process of this machine."""
+    kind: Literal["local", "processes"] = "local"
+    """`local`: in this process. `processes`: in several of this machine, which train one model together."""
+    workers: PositiveInt = 1
+    """How many processes, under `processes`."""
+    devices_per_worker: NonNegativeInt = 0
+    """Devices of each process: on a CPU virtual ones, on GPUs its share of the cards. 0: what there is."""
 
 
 class TrackSection(Section):
@@ -236,9 +266,23 @@ class Run(Section):
                 f"schedule.decay_steps = {self.schedule.decay_steps} must not exceed the {after_warmup} steps after "
                 "the warm-up; shorten the decay"
             )
+        self._check_mesh()
         if self.optimizer.kind == "schedule_free" and self.optimizer.beta1 == 0:
             raise ValueError("optimizer.beta1 = 0 must be greater than 0 under schedule_free; 0.9 is usual")
         return self
+
+    def _check_mesh(self) -> None:
+        left = [name for name in MESH_AXES if getattr(self.mesh, name) == -1]
+        if len(left) > 1:
+            raise ValueError(f"mesh.{left[1]} = -1: only one size may be -1, and mesh.{left[0]} is; give it a number")
+        if self.mesh.pipeline == 1 and self.mesh.pipeline_rounds > 1:
+            raise ValueError(
+                f"mesh.pipeline_rounds = {self.mesh.pipeline_rounds}: needs mesh.pipeline of 2 or more; leave it out"
+            )
+        if self.launch.kind == "local" and self.launch.workers > 1:
+            raise ValueError(
+                f'launch.workers = {self.launch.workers}: needs launch.kind = "processes"; set it, or leave workers out'
+            )
 
     @property
     def directory(self) -> Path:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from meshwright.config import Run
 from meshwright.track.trackers import Trackers
 
@@ -26,6 +28,8 @@ class Recorder:
         self.loss = self.grad_norm = 0.0
         self.tokens = tokens
         """Tokens that counted, all steps read so far."""
+        self.stop = 0
+        """The signal by which the processes of the run have agreed to stop; 0: none."""
         self.finite = True
         """Whether training may go on: false once a loss or a gradient wasn't finite under `on_nonfinite = "stop"`."""
         self._run = run
@@ -44,7 +48,7 @@ class Recorder:
         """Read the values of the last step dispatched; waits for the device to finish it."""
         if self._pending is not None and self.finite:  # what comes after a step that wasn't finite is of no use
             (step, values), self._pending = self._pending, None
-            self._read(step, {name: float(value) for name, value in values.items()})
+            self._read(step, dict(_numbers(values)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -56,6 +60,7 @@ class Recorder:
 
     def _read(self, step: int, values: dict[str, float]) -> None:
         self.step, self.loss, self.grad_norm = step, values["loss"], values["grad_norm"]
+        self.stop = int(values.pop("stop", 0))
         self.tokens += int(values["tokens"])
         finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         if not finite and self._run.train.on_nonfinite == "skip":
@@ -77,3 +82,12 @@ class Recorder:
             "tokens_per_second": (self.tokens - last_tokens) / seconds,
             "step_seconds": seconds / (step - last_step),
         }
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Each value as a number; one with several numbers, such as a share for each expert, as `name/0`, `name/1`, ..."""
+    for name, value in values.items():
+        if np.ndim(value) == 0:
+            yield name, float(value)
+        else:
+            yield from ((f"{name}/{index}", float(number)) for index, number in enumerate(np.asarray(value)))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from meshwright.data.store import Store
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
+from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.recorder import Recorder
 from meshwright.rundir import RunDirectory
@@ -28,6 +29,7 @@ from meshwright.track.trackers import Trackers
 EngineMaker = Callable[[Run, ModelSpec], Engine]
 
 SAMPLE_TOKENS = 160
+_PREPARE_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,13 @@ class Outcome:
     """The signal that ended training early; None: all steps are done."""
 
 
-def train(run: Run, make_engine: EngineMaker, console: Console, source: Source | None = None) -> Outcome:
+def train(
+    run: Run,
+    make_engine: EngineMaker,
+    console: Console,
+    source: Source | None = None,
+    group: Group = ALONE,
+) -> Outcome:
     """Train as a run file says; go on from the newest sound checkpoint where there is one.
 
     Arguments:
@@ -51,6 +59,7 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         make_engine: builds the engine for a run and its architecture.
         console: where progress is shown.
         source: documents from Python in place of `data.train`.
+        group: the processes that train together, each calling this. One of them speaks and writes for all.
 
     Raises:
         UserError: the data, the run directory or a checkpoint doesn't fit the run, or the loss stopped being finite.
@@ -58,26 +67,30 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
     with ExitStack() as closing:
         started = time.monotonic()
         directory = RunDirectory(run.directory)
-        closing.enter_context(directory.locked())
-        trackers = closing.enter_context(Trackers(run, directory, console))
-        store = prepare(run, source=source, on_progress=console.prepare_progress)
+        if group.is_primary:
+            closing.enter_context(directory.locked())
+        trackers = closing.enter_context(Trackers(run, directory if group.is_primary else None, console))
+        store = prepare_once(run, source, console, group)
         tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
         eval_every, prompt = run.train.eval_every if evaluates(run, store) else 0, sample_prompt(run, tokenizer)
-        checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep)
+        checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
         checkpoints.sweep()
         engine = make_engine(run, spec)
         identity = {**run_identity(run, spec), **data_identity(store), **engine.identity}
-        resumed = resume(engine, checkpoints, identity, trackers.note)
+        resumed = resume(engine, checkpoints, identity, trackers.note, group)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
-        directory.begin(run, spec, tokenizer, store.path if source else None)
+        if group.is_primary:
+            directory.begin(run, spec, tokenizer, store.path if source else None)
         trackers.start(_header(run, engine, store, tokenizer), start)
         recorder = Recorder(run, trackers, start, tokens)
         stop = closing.enter_context(stop_signals())
 
-        step, evaluation = start, {}
+        step, evaluation, ended_by = start, {}, 0
         for step, batch in enumerate(train_batches(store, run, start, engine.rows), start + 1):
-            recorder.dispatched(step, engine.train_step(batch))
-            last, stopping = step == run.train.steps, stop.signal != 0  # once: a signal may come at any moment
+            asked_to_stop = stop.signal  # once: a signal may come at any moment
+            recorder.dispatched(step, engine.train_step(batch, asked_to_stop))
+            ended_by = asked_to_stop if group.size == 1 else recorder.stop
+            last, stopping = step == run.train.steps, ended_by != 0
             evaluating, sampling = is_due(eval_every, step, last), is_due(run.train.sample_every, step, last)
             saving = is_due(run.checkpoint.every, step, last) or last or stopping
             if evaluating or sampling or saving:
@@ -101,13 +114,24 @@ def train(run: Run, make_engine: EngineMaker, console: Console, source: Source |
         checkpoints.wait()
         if not recorder.finite:
             raise _not_finite(recorder, checkpoints)
-        ended_by = stop.signal if step < run.train.steps else None
-        if ended_by:
+        ended_early = ended_by if step < run.train.steps else None
+        if ended_early:
             trackers.note(f"stopped after step {step} and saved; the same command goes on from there")
-        write_report(directory.path)
-        seconds, shown = time.monotonic() - started, _summary(evaluation)
-        trackers.finish(Summary(run.directory, step, seconds, run.train.sample_prompt, ended_by is not None, **shown))
-        return Outcome(run.directory, step, evaluation, ended_by)
+        if group.is_primary:
+            write_report(directory.path)
+        seconds, early, shown = time.monotonic() - started, ended_early is not None, _summary(evaluation)
+        trackers.finish(Summary(run.directory, step, seconds, run.train.sample_prompt, early, **shown))
+        return Outcome(run.directory, step, evaluation, ended_early)
+
+
+def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Store:
+    """The token store of the run; one process makes it, where it isn't there yet, while the others wait."""
+    if not group.is_primary:
+        group.barrier("prepared", _PREPARE_SECONDS)
+    store = prepare(run, source=source, on_progress=console.prepare_progress)
+    if group.is_primary:
+        group.barrier("prepared", _PREPARE_SECONDS)
+    return store
 
 
 def resolve_spec(run: Run, store: Store) -> ModelSpec:
@@ -145,7 +169,11 @@ def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
 
 
 def resume(
-    engine: Engine, checkpoints: Checkpoints, identity: dict[str, Any], note: Callable[[str], None]
+    engine: Engine,
+    checkpoints: Checkpoints,
+    identity: dict[str, Any],
+    note: Callable[[str], None],
+    group: Group = ALONE,
 ) -> Checkpoint | None:
     """Put the engine where the newest sound checkpoint left it.
 
@@ -154,6 +182,7 @@ def resume(
         checkpoints: the run's.
         identity: what must be as it was.
         note: told of each checkpoint that is passed over, and why.
+        group: the processes that train together; all take up the same checkpoint.
 
     Returns:
         The checkpoint gone on from; None: the run has none yet.
@@ -167,24 +196,37 @@ def resume(
         passed.append(text)
         note(text)
 
-    for checkpoint in checkpoints.sound(pass_over):
+    for checkpoint in _sound_for_all(checkpoints, pass_over, group):
         check_identity(
             checkpoint, identity, "Undo the change, or give the run another name or run_dir to start afresh."
         )
+        problem = None
         try:
             engine.restore(checkpoint.folder)
         except UserError:
             raise
         except Exception as error:
-            pass_over(f"checkpoint {checkpoint.folder} skipped: {_first_line(error)}")
-            continue
-        return checkpoint
+            problem = _first_line(error)
+        problems = [one for one in group.gather(problem, "restored") if one]
+        if not problems:
+            return checkpoint
+        pass_over(f"checkpoint {checkpoint.folder} skipped: {problems[0]}")
     if passed:
         raise UserError(
             f"{checkpoints.folder}: no checkpoint here can be read; move the folder away to start afresh, "
             "or put a whole checkpoint back"
         )
     return None
+
+
+def _sound_for_all(checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Iterator[Checkpoint]:
+    sound = checkpoints.sound(note) if group.is_primary else iter(())
+    while True:
+        candidate = next(sound, None)
+        step = group.broadcast(candidate and candidate.step, "checkpoint")
+        if step is None:
+            return
+        yield candidate or checkpoints.at(step)
 
 
 def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
@@ -197,7 +239,7 @@ def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
     Raises:
         UserError: the validation split is too short.
     """
-    sums = [engine.eval_step(batch) for batch in eval_batches(store, run)]
+    sums = [engine.eval_step(batch) for batch in eval_batches(store, run, engine.rows)]
     loss = sum(float(total) for total, _ in sums) / sum(float(tokens) for _, tokens in sums)
     values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
     split = store.split("validation")

@@ -14,7 +14,7 @@ VOCAB, STOP = 61, 60
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["gpt2-tiny", "minigpt-tiny", "llama-tiny"])
+@pytest.fixture(scope="module", params=["gpt2-tiny", "minigpt-tiny", "llama-tiny", "deepseek-tiny"])
 def engine(request) -> JaxEngine:
     changes = {"kv_heads": 2, "vocab_size": VOCAB, "dropout": 0.0, "tied_embeddings": False}
     run = make_run(run_values("x", model={"preset": request.param, **changes}))
@@ -37,7 +37,7 @@ def recomputed(engine, prompt, count):
     """Greedy continuation from the whole text each time, without a cache."""
     from flax import nnx
 
-    logits = jax.jit(lambda params, text: nnx.merge(engine._generator.graph, params)(text[None])[0])
+    logits = jax.jit(lambda params, text: nnx.merge(engine._program.state.graph, params)(text[None])[0])
     text = np.zeros(64, np.int32)  # what comes after a position doesn't reach it, so zeros will do
     text[: len(prompt)] = prompt
     for end in range(len(prompt), len(prompt) + count):

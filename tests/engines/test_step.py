@@ -8,9 +8,10 @@ from helpers import run_values
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
-from meshwright.engines.jax.engine import JaxEngine, compute_dtype, initial_params
-from meshwright.engines.jax.optimizer import is_matrix, make_optimizer, make_schedule
-from meshwright.engines.jax.step import TrainState, make_loss, make_train_step
+from meshwright.engines.jax.engine import JaxEngine
+from meshwright.engines.jax.optimizer import is_matrix, make_schedule
+from meshwright.engines.jax.program import Program, compute_dtype
+from meshwright.engines.jax.step import make_loss
 from meshwright.models.decoder import Decoder
 
 VOCAB = 61
@@ -27,6 +28,23 @@ def batch(seed: int = 0, ragged: bool = True, size: int = 4) -> Batch:
     inputs, targets = random.integers(0, VOCAB, (2, size, 32), dtype=np.int32)
     lengths = random.integers(3, 33, (size, 1)) if ragged else np.full((size, 1), 32)
     return Batch(inputs, targets, (np.arange(32) < lengths).astype(np.float32))
+
+
+def program_of(run) -> Program:
+    return Program(run, run.model.spec, model=Decoder)
+
+
+def initial_params(run) -> dict:
+    return program_of(run).make_state().params
+
+
+def loss_of(run, params, batch: Batch):
+    """Sum of the losses of a batch, and of the tokens."""
+    program = program_of(run)
+    loss = make_loss(program.state.graph, run, run.model.spec, program.mesh, jnp.float32)(
+        params, program.mesh.place(batch)
+    )
+    return loss.total, loss.tokens
 
 
 def params_of(engine: JaxEngine) -> dict[str, np.ndarray]:
@@ -62,12 +80,9 @@ def test_micro_batches_change_nothing(preset):
 
 def test_accumulation_is_really_compiled():
     def program(size):
-        run = make(train={"micro_batch_size": size})
-        graph, params = initial_params(Decoder, run.model.spec, 0)
-        optimizer = make_optimizer(run)
-        step = make_train_step(run, make_loss(graph, jnp.float32, False), optimizer, make_schedule(run, 1.0), {})
-        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-        return str(jax.make_jaxpr(step)(state, batch()))
+        program = program_of(make(train={"micro_batch_size": size}))
+        step = program.train_step
+        return str(jax.make_jaxpr(step)(program.state.shapes, program.mesh.abstract_batch(program.run)))
 
     assert "length=4" in program(1)
     assert "length=4" not in program(4)
@@ -76,11 +91,10 @@ def test_accumulation_is_really_compiled():
 def test_adamw_by_hand():
     run = make(optimizer={"kind": "adamw", "weight_decay": 0.5, "clip_norm": 0.0}, schedule={"kind": "constant"})
     engine = JaxEngine(run, run.model.spec)
-    graph, params = initial_params(Decoder, run.model.spec, run.seed)
-    b = batch()
+    params, b = initial_params(run), batch()
 
     def loss(params):
-        total, tokens = make_loss(graph, jnp.float32, False)(params, b)
+        total, tokens = loss_of(run, params, b)
         return total / tokens
 
     gradients = jax.jit(jax.grad(loss))(params)
@@ -104,7 +118,7 @@ def _leaf(tree, path):
 
 
 def test_decay_reaches_matrices_only():
-    _, params = initial_params(Decoder, make().model.spec, 0)
+    params = initial_params(make())
     chosen = jax.tree_util.tree_flatten_with_path(is_matrix(params))[0]
     names = {jax.tree_util.keystr(path, simple=True, separator="."): decays for path, decays in chosen}
     assert {name.split(".")[-1] for name, decays in names.items() if decays} == {
@@ -161,11 +175,10 @@ def test_schedule_free_evaluates_the_average():
     for step in range(5):
         engine.train_step(batch(step, ragged=False))
     averaged = float(engine.eval_step(batch(9))[0])
-    graph, _ = initial_params(Decoder, run.model.spec, 0)
-    trained = float(make_loss(graph, jnp.float32, False)(engine._state.params, batch(9)).total)
+    trained = float(loss_of(run, engine._state.params, batch(9))[0])
     state = engine._state.optimizer
     average = optax.contrib.schedule_free_eval_params(state, engine._state.params)
-    assert averaged == pytest.approx(float(make_loss(graph, jnp.float32, False)(average, batch(9)).total), rel=1e-5)
+    assert averaged == pytest.approx(float(loss_of(run, average, batch(9))[0]), rel=1e-5)
     assert averaged != pytest.approx(trained, rel=1e-4)
 
 
@@ -254,7 +267,7 @@ def test_compute_dtype():
 
 def test_initial_parameters_by_seed():
     spec = make().model.spec
-    one, same, other = (initial_params(Decoder, spec, seed)[1]["embedding"] for seed in (0, 0, 1))
+    one, same, other = (initial_params(make(seed=seed))["embedding"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, same)
     assert (np.asarray(one) != np.asarray(other)).any()
     eager = nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(params=0)), nnx.Param))["embedding"]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from flax import nnx
 
 from meshwright.models.attention import rotary_angles, rotate
-from meshwright.models.decoder import Decoder, parameter_count
+from meshwright.models.decoder import REMAT, Decoder, parameter_count
 from meshwright.models.layers import dropout
 from meshwright.models.spec import ModelSpec, preset, presets
 
@@ -185,7 +187,7 @@ def test_scanned_layers_equal_unrolled_ones(family):
     keys_B = jax.random.split(jax.random.key(0), 2)
 
     def run(scan_layers):
-        return lambda: model.hidden(ids, dropout_keys_B=keys_B, scan_layers=scan_layers)
+        return lambda: model.hidden(ids, dropout_keys_B=keys_B, scan_layers=scan_layers)[0]
 
     np.testing.assert_allclose(run(True)(), run(False)(), rtol=1e-5, atol=1e-5)
     assert " scan[" in str(jax.make_jaxpr(run(True))())
@@ -218,41 +220,45 @@ def test_rotary_scores_depend_on_distance_alone():
 
 
 def test_dropout_by_example():
-    x = jnp.ones((4, 64, 64))
+    x, order_T = jnp.ones((4, 64, 64)), jnp.arange(64)
     keys = jax.random.split(jax.random.key(0), 4)
-    whole = dropout(x, 0.25, keys, site=1)
-    np.testing.assert_array_equal(whole[2:], dropout(x[2:], 0.25, keys[2:], site=1))
-    assert (whole != dropout(x, 0.25, keys, site=2)).any()
+    whole = dropout(x, 0.25, keys, 1, order_T)
+    np.testing.assert_array_equal(whole[2:], dropout(x[2:], 0.25, keys[2:], 1, order_T))
+    np.testing.assert_array_equal(whole[:, ::-1], dropout(x, 0.25, keys, 1, order_T[::-1]))
+    assert (whole != dropout(x, 0.25, keys, 2, order_T)).any()
     assert (whole[0] != whole[1]).any()
+    assert (whole[:, 0] != whole[:, 1]).any()
     assert float((whole == 0).mean()) == pytest.approx(0.25, abs=0.02)
     assert float(whole.mean()) == pytest.approx(1.0, abs=0.02)
-    np.testing.assert_array_equal(dropout(x, 0.25, None, site=1), x)
+    np.testing.assert_array_equal(dropout(x, 0.25, None, 1, order_T), x)
 
 
-def test_dropout_reaches_each_layer_and_is_off_without_keys():
+def test_dropout_reaches_each_layer_and_is_off_without_keys(monkeypatch):
     spec = small("gpt2", dropout=0.5)
     model, ids = noisy(spec), tokens()
     keys = jax.random.split(jax.random.key(0), 2)
-    dropped, plain = model.hidden(ids, dropout_keys_B=keys), model.hidden(ids)
+    dropped, plain = model.hidden(ids, dropout_keys_B=keys)[0], model.hidden(ids)[0]
     assert np.abs(dropped - plain).max() > 1e-2
-    np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids))
-    positions = jnp.arange(ids.shape[1])[None]
-    x_BTD, _ = model._embed(ids, positions, jnp.float32)
+    np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids)[0])
+    start = model.start(ids, None, None, None, jnp.float32, keys)
+    drawn = {tuple(data) for data in np.asarray(jax.random.key_data(start.dropout_keys_LB)).reshape(3 * 2, -1)}
+    assert len(drawn) == 3 * 2  # each layer and each example has its own
 
     def through_layers(keys_LB):
-        return np.asarray(model._layers(x_BTD, positions, None, keys_LB, None, False)[0])
+        monkeypatch.setattr(Decoder, "start", lambda *_: start._replace(dropout_keys_LB=keys_LB))
+        return np.asarray(model.hidden(ids)[0])
 
     once = jax.random.split(jax.random.key(1), (3, 2))
     other_last = once.at[2].set(once[1])
     assert np.abs(through_layers(once) - through_layers(None)).max() > 1e-2
-    assert np.abs(through_layers(once) - through_layers(other_last)).max() > 1e-2  # each layer has its own
+    assert np.abs(through_layers(once) - through_layers(other_last)).max() > 1e-2  # and a layer uses its own
 
 
 @pytest.mark.parametrize("family", SMALL)
 def test_bfloat16_is_near_float32(family):
     model, ids = Decoder(small(family), rngs=nnx.Rngs(0)), tokens()
-    exact = np.asarray(model.hidden(ids), np.float64)
-    rough = model.hidden(ids, dtype=jnp.bfloat16)
+    exact = np.asarray(model.hidden(ids)[0], np.float64)
+    rough = model.hidden(ids, dtype=jnp.bfloat16)[0]
     assert rough.dtype == jnp.bfloat16
     error = np.linalg.norm(np.asarray(rough, np.float64) - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < 1e-2
@@ -265,3 +271,81 @@ def test_same_seed_same_parameters_other_seed_others():
     np.testing.assert_array_equal(first(0), first(0))
     assert (first(0) != first(1)).any()
     assert (first(0)[0] != first(0)[1]).any()  # layers don't start alike
+
+
+PACKED = [[5, 4, 3], [2, 10]]  # lengths of the documents in each row
+
+
+def packed() -> tuple[jax.Array, jax.Array]:
+    """Positions, each document's from 0, and segments; the numbers of the segments are in no order."""
+    positions_BT = np.array([np.concatenate([np.arange(length) for length in row]) for row in PACKED])
+    segments_BT = np.array([np.repeat([7, 2, 9][: len(row)], row) for row in PACKED])
+    return jnp.asarray(positions_BT), jnp.asarray(segments_BT)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_packed_documents_equal_documents_one_by_one(family):
+    model, ids = noisy(small(family)), tokens(2, 12)
+    positions_BT, segments_BT = packed()
+    run = nnx.jit(lambda model, ids, **more: model(ids, **more))
+    got = run(model, ids, positions_BT=positions_BT, segments_BT=segments_BT)
+    for row, lengths in enumerate(PACKED):
+        borders = np.cumsum([0, *lengths])
+        for start, stop in pairwise(borders):
+            alone = run(model, ids[row : row + 1, start:stop])[0]
+            np.testing.assert_allclose(got[row, start:stop], alone, rtol=1e-4, atol=1e-4)
+    first = segments_BT == 7  # it has nothing before it
+    for less in ({"positions_BT": positions_BT}, {"segments_BT": segments_BT}):
+        other = np.abs(run(model, ids, **less) - got).max(axis=-1)
+        np.testing.assert_allclose(other[first], 0, atol=1e-4)
+        relative = less.keys() == {"segments_BT"} and family == "llama"  # rotary positions tell distances only
+        assert (other[~first].max() > 1e-2) != relative
+
+
+def test_packed_documents_stay_apart_under_dropout():
+    model, ids, (positions_BT, segments_BT) = noisy(small("gpt2", dropout=0.3)), tokens(2, 12), packed()
+    keys_B = jax.random.split(jax.random.key(0), 2)
+    run = nnx.jit(lambda model, ids, **more: model.hidden(ids, dropout_keys_B=keys_B, **more)[0])
+    others = jnp.where(segments_BT == 2, ids, (ids + 1) % VOCAB)
+    more = {"positions_BT": positions_BT, "segments_BT": segments_BT}
+    same = np.abs(run(model, ids, **more) - run(model, others, **more)).max(axis=-1) < 1e-5
+    np.testing.assert_array_equal(same, segments_BT == 2)
+    more.pop("segments_BT")
+    assert not (np.abs(run(model, ids, **more) - run(model, others, **more)).max(axis=-1) < 1e-5).any()
+
+
+def equations(jaxpr) -> list:
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            found += equations(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize(("family", "dropout", "scan_layers"), [("gpt2", 0.2, True), ("llama", 0.0, False)])
+def test_remat_changes_what_is_kept_and_nothing_else(family, dropout, scan_layers):
+    model, ids = noisy(small(family, layers=2, dropout=dropout)), tokens()
+    graph, params = nnx.split(model, nnx.Param)
+    keys_B = jax.random.split(jax.random.key(0), 2)
+    losses, gradients, kept, products = {}, {}, {}, {}
+    for remat in REMAT:
+
+        def loss(params, remat=remat):
+            model = nnx.merge(graph, params)
+            x_BTD, _ = model.hidden(ids, dropout_keys_B=keys_B, scan_layers=scan_layers, remat=remat)
+            return jnp.square(model.logits(x_BTD) - 1.0).mean()
+
+        losses[remat], gradients[remat] = jax.jit(jax.value_and_grad(loss))(params)
+        for_backward = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
+        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(for_backward))
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+        products[remat] = sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
+    for remat in ("full", "products"):
+        np.testing.assert_allclose(losses[remat], losses["none"], rtol=1e-5)
+        for got, want in zip(jax.tree.leaves(gradients[remat]), jax.tree.leaves(gradients["none"]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(gradients["none"]["blocks"]["mlp"]))
+    assert kept["full"] < kept["products"] < kept["none"], kept
+    assert products["full"] > products["products"] > products["none"], products

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.models import gradients
-from meshwright.models.attention import attend, causal_mask
+from meshwright.models.attention import attend, causal_mask, whole_attention
 
 
 def random(*shape, seed=0):
@@ -23,8 +23,11 @@ def plain_rms_norm(x, scale, eps):
 
 
 def plain_attention(q, k, v):
-    turned = [x.swapaxes(1, 2) for x in (q, k, v)]
-    return attend(*turned, causal_mask(q.shape[2])).swapaxes(1, 2)
+    return plain_whole_attention(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+
+def plain_whole_attention(q, k, v):
+    return attend(q, k, v, causal_mask(jnp.arange(q.shape[1])))
 
 
 CASES = {
@@ -50,6 +53,21 @@ CASES = {
         gradients.causal_attention,
         plain_attention,
         (random(2, 6, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 2, 5, 8, seed=2)),
+    ),
+    "attention, narrow values": (
+        gradients.causal_attention,
+        plain_attention,
+        (random(2, 4, 6, 8), random(2, 4, 6, 8, seed=1), random(2, 4, 6, 3, seed=2)),
+    ),
+    "grouped attention, wide values": (
+        gradients.causal_attention,
+        plain_attention,
+        (random(2, 6, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 2, 5, 13, seed=2)),
+    ),
+    "whole attention, narrow values": (
+        lambda q, k, v: whole_attention(q, k, v, None),
+        plain_whole_attention,
+        (random(2, 5, 6, 8), random(2, 5, 2, 8, seed=1), random(2, 5, 2, 3, seed=2)),
     ),
 }
 

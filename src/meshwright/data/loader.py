@@ -14,7 +14,7 @@ THREADS = 2
 BATCHES_AHEAD = 8
 
 
-def batch_at(store: Store, run: Run, step: int, rows: slice | None = None) -> Batch:
+def batch_at(store: Store, run: Run, step: int, rows: np.ndarray | None = None) -> Batch:
     """The training batch of one step; it depends on nothing but the store, the run's seed and the step.
 
     Arguments:
@@ -33,7 +33,7 @@ def batch_at(store: Store, run: Run, step: int, rows: slice | None = None) -> Ba
     return _rows_of(examples, Order(len(examples), run.seed), run, step, rows)
 
 
-def train_batches(store: Store, run: Run, start_step: int, rows: slice | None = None) -> Iterator[Batch]:
+def train_batches(store: Store, run: Run, start_step: int, rows: np.ndarray | None = None) -> Iterator[Batch]:
     """The batches of the steps from `start_step` to the run's last, in order, read ahead.
 
     Arguments:
@@ -53,8 +53,13 @@ def train_batches(store: Store, run: Run, start_step: int, rows: slice | None = 
     return _read_ahead(examples, order, run, start_step, rows)
 
 
-def eval_batches(store: Store, run: Run) -> Iterator[Batch]:
+def eval_batches(store: Store, run: Run, rows: np.ndarray | None = None) -> Iterator[Batch]:
     """The batches that every evaluation of a run reads: the same ones each time, no example twice.
+
+    Arguments:
+        store: the token store.
+        run: the run.
+        rows: which rows of each batch this process supplies; None: all.
 
     Returns:
         `train.eval_batches` batches of `train.batch_size` rows, or fewer where the validation split has fewer examples;
@@ -64,20 +69,20 @@ def eval_batches(store: Store, run: Run) -> Iterator[Batch]:
         UserError: the validation split is too short for one example (at the call).
     """
     examples = open_examples(store.split("validation"), run.data.packing, run.train.sequence_length)
-    return _fixed(examples, run)
+    return _fixed(examples, run, rows)
 
 
 def _train_examples(store: Store, run: Run) -> Stream | Padded:
     return open_examples(store.split("train"), run.data.packing, run.train.sequence_length)
 
 
-def _rows_of(examples: Stream | Padded, order: Order, run: Run, step: int, rows: slice | None) -> Batch:
+def _rows_of(examples: Stream | Padded, order: Order, run: Run, step: int, rows: np.ndarray | None) -> Batch:
     indices = order.indices(step, run.train.batch_size)
     return examples.batch(indices if rows is None else indices[rows])
 
 
 def _read_ahead(
-    examples: Stream | Padded, order: Order, run: Run, start_step: int, rows: slice | None
+    examples: Stream | Padded, order: Order, run: Run, start_step: int, rows: np.ndarray | None
 ) -> Iterator[Batch]:
     import grain
 
@@ -91,14 +96,15 @@ def _read_ahead(
         iterator.close()
 
 
-def _fixed(examples: Stream | Padded, run: Run) -> Iterator[Batch]:
+def _fixed(examples: Stream | Padded, run: Run, rows: np.ndarray | None) -> Iterator[Batch]:
     size, length = run.train.batch_size, run.train.sequence_length
     order = Order(len(examples), seed=0)
     for step in range(min(run.train.eval_batches, -(-len(examples) // size))):
         # The order goes on into a second epoch; an evaluation ends with the first.
-        batch = examples.batch(order.indices(step, size)[: len(examples) - step * size])
-        missing = size - len(batch.inputs_BT)
-        filler = np.zeros((missing, length), np.int32)
+        indices = order.indices(step, size)[: len(examples) - step * size]
+        mine = np.arange(size) if rows is None else rows
+        batch = examples.batch(indices[mine[mine < len(indices)]])
+        filler = np.zeros((len(mine) - len(batch.inputs_BT), length), np.int32)
         yield Batch(
             np.concatenate([batch.inputs_BT, filler]),
             np.concatenate([batch.targets_BT, filler]),

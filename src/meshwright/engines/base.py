@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from meshwright.data.examples import Batch
 
 
@@ -23,8 +25,8 @@ class Sampling(NamedTuple):
 class Engine(Protocol):
     """Trains, evaluates, saves and generates; knows nothing of logs, cadences or files other than its own."""
 
-    rows: slice
-    """Which rows of each global batch this process must supply."""
+    rows: np.ndarray
+    """Which rows of each global batch this process must supply, in order."""
     parameters: int
     """How many parameters the model has."""
     description: str
@@ -32,15 +34,17 @@ class Engine(Protocol):
     identity: dict[str, str]
     """What else than the run file must stay the same for a checkpoint to be gone on from."""
 
-    def train_step(self, batch: Batch) -> dict[str, Any]:
+    def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """Train on one global batch; returns at once.
 
         Arguments:
             batch: this process's rows, `[B, T]`.
+            stop: a signal that asks this process to stop; 0: none.
 
         Returns:
             `loss`, `grad_norm`, `tokens` (those that counted), `learning_rate` where it is known, and a researcher's
-            own metrics, each still on its way: `float(value)` waits for it.
+            own metrics, each still on its way: `float(value)` waits for it. Where several processes train together
+            also `stop`, the largest that any of them gave, so that all stop at the same step.
         """
         ...
 

@@ -1,24 +1,35 @@
 """One decoder for every family: embedding, a stack of blocks, head.
 
-Shapes: B batch, T time, S cached time, D width, V vocabulary, L layers, K key-value heads, C head width.
+Shapes: B batch, T time, S cached time, D width, V vocabulary, L layers, E experts.
 
 The blocks' parameters are stacked: each has a leading axis of L layers. So the layers can run as a scan, be unrolled
 by static index, or be cut into pipeline stages, and the parameters are the same in each case.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.models.attention import Attention, LayerCache, Rotary, rotary_angles
+from meshwright.models.attention import Attention, Places, rotary_angles
+from meshwright.models.latent import LatentAttention
 from meshwright.models.layers import LayerNorm, Linear, RMSNorm, dropout
+from meshwright.models.layout import layout
 from meshwright.models.mlp import MLP
+from meshwright.models.moe import MoE, Routing
 from meshwright.models.spec import ModelSpec
 
 INIT_STD = 0.02
+
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.save_only_these_names("product"),
+}
+"""What a layer keeps from its forward pass for the backward one; the rest is computed again."""
 
 
 def make_norm(spec: ModelSpec) -> LayerNorm | RMSNorm:
@@ -27,7 +38,7 @@ def make_norm(spec: ModelSpec) -> LayerNorm | RMSNorm:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each with a norm and a residual.
+    """Attention and a feed-forward part (one, or a mixture of experts), each with a norm and a residual.
 
     `pre`: `x + f(norm(x))` (GPT-2, Llama); `post`: `norm(x + f(x))` (Vaswani et al., 2017; miniGPT).
     """
@@ -35,28 +46,48 @@ class Block(nnx.Module):
     def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
         out_std = INIT_STD / math.sqrt(2 * spec.layers)  # keeps the residual stream's variance at 1 + O(1) (GPT-2)
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
+        self.attention = attention_of(spec)(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
         self.mlp_norm = make_norm(spec)
-        self.mlp = MLP(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
+        if spec.experts:
+            self.mlp = MoE(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
+        else:
+            self.mlp = MLP(spec, spec.ffn_width, std=INIT_STD, out_std=out_std, rngs=rngs)
         self.spec = spec
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        rotary: Rotary | None,
-        dropout_keys_B: jax.Array | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Arguments and returns as in `Attention`."""
+        self, x_BTD: jax.Array, places: Places, dropout_keys_B: jax.Array | None = None, cache: Any = None
+    ) -> tuple[jax.Array, Any, Routing | None]:
+        """Arguments as in `Attention`.
+
+        Returns:
+            The residual stream, the new cache, and what the router did where there are experts.
+        """
         pre, rate = self.spec.norm_placement == "pre", self.spec.dropout
         y_BTD = self.attention_norm(x_BTD) if pre else x_BTD
-        y_BTD, cache = self.attention(y_BTD, positions_BT, rotary, dropout_keys_B, cache)
-        x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, site=1)
+        y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
+        x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
         x_BTD = x_BTD if pre else self.attention_norm(x_BTD)
-        y_BTD = self.mlp(self.mlp_norm(x_BTD) if pre else x_BTD)
-        x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, site=2)
-        return x_BTD if pre else self.mlp_norm(x_BTD), cache
+        y_BTD, routing = self._feed_forward(self.mlp_norm(x_BTD) if pre else x_BTD, places)
+        x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 2, places.order_T)
+        return x_BTD if pre else self.mlp_norm(x_BTD), cache, routing
+
+    def _feed_forward(self, x_BTD: jax.Array, places: Places) -> tuple[jax.Array, Routing | None]:
+        if isinstance(self.mlp, MoE):
+            return self.mlp(x_BTD, places)
+        return self.mlp(x_BTD), None
+
+
+def attention_of(spec: ModelSpec) -> type[Attention] | type[LatentAttention]:
+    """The kind of attention that the spec asks for."""
+    return LatentAttention if spec.attention == "latent" else Attention
+
+
+class Start(NamedTuple):
+    """What goes into the first layer, and what all layers are told."""
+
+    x_BTD: jax.Array
+    places: Places
+    dropout_keys_LB: jax.Array | None
 
 
 class Decoder(nnx.Module):
@@ -65,19 +96,21 @@ class Decoder(nnx.Module):
     Arguments:
         spec: the architecture; `vocab_size` must be set.
         rngs: the stream `params` gives the initial parameters.
+        order_L: which layer each place of the stacked blocks holds; None: in order.
     """
 
     block = Block
 
-    def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
+    def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs, order_L: tuple[int, ...] | None = None):
         if spec.vocab_size == 0:
             raise ValueError("vocab_size = 0: the spec must name the vocabulary's size before a model is built")
         self.spec = spec
-        self.embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (spec.vocab_size, spec.width)))
+        table_VD = INIT_STD * jax.random.normal(rngs.params(), (spec.vocab_size, spec.width))
+        self.embedding = nnx.Param(table_VD, axes=("vocab", "width"))
         if spec.positions == "learned":
-            table = INIT_STD * jax.random.normal(rngs.params(), (spec.context_length, spec.width))
-            self.position_embedding = nnx.Param(table)
-        self.blocks = _stack_of_blocks(self.block, spec, rngs)
+            table_SD = INIT_STD * jax.random.normal(rngs.params(), (spec.context_length, spec.width))
+            self.position_embedding = nnx.Param(table_SD, axes=("positions", "width"))
+        self.blocks = _stack_of_blocks(self.block, spec, rngs, order_L)
         self.final_norm = make_norm(spec) if spec.norm_placement == "pre" else None
         self.head = None if spec.tied_embeddings else _make_head(spec, rngs)
 
@@ -85,29 +118,81 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         *,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        weights_BT: jax.Array | None = None,
         dtype: jnp.dtype = jnp.float32,
         dropout_keys_B: jax.Array | None = None,
         scan_layers: bool = False,
-    ) -> jax.Array:
+        remat: str = "none",
+    ) -> tuple[jax.Array, Routing | None]:
         """The residual stream after the last layer and norm, from which `logits` reads.
 
         Arguments:
             tokens_BT: token ids; T at most the context length.
+            positions_BT, segments_BT, weights_BT: see `Places`; positions None: the place in the row.
             dtype: the type to compute in.
             dropout_keys_B: a random key for each example; None: no dropout.
             scan_layers: loop over the layers rather than unroll them.
+            remat: a key of `REMAT`.
 
         Returns:
-            `[B, T, D]`, of type `dtype`.
+            `[B, T, D]`, of type `dtype`; and what the routers did, over all layers, where there are experts.
         """
-        positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        x_BTD, rotary = self._embed(tokens_BT, positions_BT, dtype)
-        keys_LB = None
+        start = self.start(tokens_BT, positions_BT, segments_BT, weights_BT, dtype, dropout_keys_B)
+        apply = self.layer_function(remat)
+        graph_and_params = nnx.split(self.blocks)[1]
+
+        def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
+            params, keys_B = layer
+            return apply(params, x_BTD, start.places, keys_B)
+
+        layers = (graph_and_params, start.dropout_keys_LB)
+        if scan_layers:
+            x_BTD, routing_L = jax.lax.scan(one, start.x_BTD, layers)
+        else:
+            x_BTD, each = start.x_BTD, []
+            for layer in _unstack(layers, self.spec.layers):
+                x_BTD, routing = one(x_BTD, layer)
+                each.append(routing)
+            routing_L = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        return self.finish(x_BTD), routing_L
+
+    def start(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        segments_BT: jax.Array | None,
+        weights_BT: jax.Array | None,
+        dtype: jnp.dtype,
+        dropout_keys_B: jax.Array | None,
+    ) -> Start:
+        """What comes before the layers; arguments as in `hidden`."""
+        order_T = layout().order_T(tokens_BT.shape[1])
+        places = self._places(order_T[None] if positions_BT is None else positions_BT, order_T)
+        places = places._replace(segments_BT=segments_BT, weights_BT=weights_BT)
+        x_BTD, keys_LB = self._embed(tokens_BT, places.positions_BT, dtype), None
         if dropout_keys_B is not None and self.spec.dropout > 0.0:
-            x_BTD = dropout(x_BTD, self.spec.dropout, dropout_keys_B, site=0)
+            x_BTD = dropout(x_BTD, self.spec.dropout, dropout_keys_B, 0, order_T)
             fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
             keys_LB = jax.vmap(fold, in_axes=(None, 0))(dropout_keys_B, 1 + jnp.arange(self.spec.layers))
-        x_BTD, _ = self._layers(x_BTD, positions_BT, rotary, keys_LB, None, scan_layers)
+        return Start(x_BTD, places, keys_LB)
+
+    def layer_function(self, remat: str) -> Callable[..., tuple[jax.Array, Routing | None]]:
+        """One layer as a function of `(params, x_BTD, places, dropout_keys_B)`, to what it makes of the residual stream
+        and what its router did. `params` are a slice of the stacked ones."""
+        graph = nnx.split(self.blocks)[0]
+
+        def apply(
+            params: Any, x_BTD: jax.Array, places: Places, keys_B: jax.Array | None
+        ) -> tuple[jax.Array, Routing | None]:
+            x_BTD, _, routing = nnx.merge(graph, layout().gather(params))(x_BTD, places, keys_B)
+            return layout().place(x_BTD, "batch", "sequence", None), routing
+
+        return apply if remat == "none" else jax.checkpoint(apply, policy=REMAT[remat])
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """What comes after the layers, the head excepted."""
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
     def head_weights(self) -> tuple[jax.Array, jax.Array | None]:
@@ -120,20 +205,21 @@ class Decoder(nnx.Module):
         """Scores of the next token, `[B, T, V]`, of the type of `x_BTD`."""
         kernel_DV, bias_V = self.head_weights()
         scores_BTV = x_BTD @ kernel_DV.astype(x_BTD.dtype)
-        return scores_BTV if bias_V is None else scores_BTV + bias_V.astype(x_BTD.dtype)
+        scores_BTV = scores_BTV if bias_V is None else scores_BTV + bias_V.astype(x_BTD.dtype)
+        return scores_BTV[..., : self.spec.vocab_size]  # a layout may have padded the vocabulary
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Scores of the token after each, `[B, T, V]` float32, without dropout."""
-        return self.logits(self.hidden(tokens_BT))
+    def __call__(self, tokens_BT: jax.Array, **more: Any) -> jax.Array:
+        """Scores of the token after each, `[B, T, V]` float32, without dropout; more arguments as in `hidden`."""
+        return self.logits(self.hidden(tokens_BT, **more)[0])
 
-    def empty_cache(self, batch: int, length: int, dtype: jnp.dtype = jnp.float32) -> LayerCache:
-        """A cache for `decode`: `[L, B, S, K, C]` keys and values, S = `length` positions, at most the context's."""
-        shape = (self.spec.layers, batch, length, self.spec.kv_heads, self.spec.head_width)
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def empty_cache(self, batch: int, length: int, dtype: jnp.dtype = jnp.float32) -> Any:
+        """A cache for `decode`, of `length` positions, at most the context's; leaves are `[L, B, S, ...]`."""
+        one = attention_of(self.spec).empty_cache(self.spec, batch, length, dtype)
+        return jax.tree.map(lambda leaf: jnp.zeros((self.spec.layers, *leaf.shape), leaf.dtype), one)
 
     def decode(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: LayerCache, *, dtype: jnp.dtype = jnp.float32
-    ) -> tuple[jax.Array, LayerCache]:
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any, *, dtype: jnp.dtype = jnp.float32
+    ) -> tuple[jax.Array, Any]:
         """The same as `hidden`, given the cache of what came before.
 
         Arguments:
@@ -144,54 +230,42 @@ class Decoder(nnx.Module):
         Returns:
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
-        x_BTD, rotary = self._embed(tokens_BT, positions_BT, dtype)
-        x_BTD, cache = self._layers(x_BTD, positions_BT, rotary, None, cache, scan_layers=False)
-        return (x_BTD if self.final_norm is None else self.final_norm(x_BTD)), cache
+        places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
+        x_BTD, caches = self._embed(tokens_BT, positions_BT, dtype), []
+        graph, stacked = nnx.split(self.blocks)
+        for params, layer_cache in _unstack((stacked, cache), self.spec.layers):
+            block = nnx.merge(graph, layout().gather(params))
+            x_BTD, layer_cache, _ = block(x_BTD, places, None, layer_cache)
+            caches.append(layer_cache)
+        return self.finish(x_BTD), jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 
-    def _embed(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype
-    ) -> tuple[jax.Array, Rotary | None]:
+    def _places(self, positions_BT: jax.Array, order_T: jax.Array) -> Places:
+        if self.spec.positions == "learned":
+            return Places(positions_BT, order_T)
+        width = self.spec.rotary_width if self.spec.attention == "latent" else self.spec.head_width
+        return Places(positions_BT, order_T, rotary_angles(positions_BT, width, self.spec.rope_theta))
+
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         x_BTD = self.embedding[...][tokens_BT]
         if self.spec.positions == "learned":
-            return (x_BTD + self.position_embedding[...][positions_BT]).astype(dtype), None
-        return x_BTD.astype(dtype), rotary_angles(positions_BT, self.spec.head_width, self.spec.rope_theta)
-
-    def _layers(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        rotary: Rotary | None,
-        keys_LB: jax.Array | None,
-        cache: LayerCache | None,
-        scan_layers: bool,
-    ) -> tuple[jax.Array, Any]:
-        graph, stacked = nnx.split(self.blocks)
-
-        def apply(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, LayerCache | None]:
-            params, keys_B, layer_cache = layer
-            return nnx.merge(graph, params)(x_BTD, positions_BT, rotary, keys_B, layer_cache)
-
-        layers = (stacked, keys_LB, cache)
-        if scan_layers:
-            return jax.lax.scan(apply, x_BTD, layers)
-        caches = []
-        for layer in _unstack(layers, self.spec.layers):
-            x_BTD, layer_cache = apply(x_BTD, layer)
-            caches.append(layer_cache)
-        return x_BTD, (None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches))
+            x_BTD = x_BTD + self.position_embedding[...][positions_BT]
+        return layout().place(x_BTD.astype(dtype), "batch", "sequence", None)
 
 
 def _make_head(spec: ModelSpec, rngs: nnx.Rngs) -> Linear:
-    return Linear(spec.width, spec.vocab_size, bias=spec.head_bias, std=INIT_STD, rngs=rngs)
+    return Linear(spec.width, spec.vocab_size, ("width", "vocab"), bias=spec.head_bias, std=INIT_STD, rngs=rngs)
 
 
-def _stack_of_blocks(block: type[Block], spec: ModelSpec, rngs: nnx.Rngs) -> Block:
-    @nnx.split_rngs(splits=spec.layers)
+def _stack_of_blocks(block: type[Block], spec: ModelSpec, rngs: nnx.Rngs, order_L: tuple[int, ...] | None) -> Block:
+    keys_L = jax.random.split(rngs.params(), spec.layers)
+    if order_L is not None:
+        keys_L = keys_L[jnp.array(order_L)]  # the keys and not what they make: that may be large
+
     @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs: nnx.Rngs) -> Block:
-        return block(spec, rngs=rngs)
+    def make(key: jax.Array) -> Block:
+        return block(spec, rngs=nnx.Rngs(params=key))
 
-    return make(rngs)
+    return make(keys_L)
 
 
 def _unstack(tree: tuple, count: int) -> list[tuple]:
@@ -205,3 +279,12 @@ def parameter_count(spec: ModelSpec) -> int:
     """How many parameters the model of a spec has, found without allocating it."""
     model = nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0)))
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def active_parameter_count(spec: ModelSpec) -> int:
+    """How many parameters take part in the computation of one token: all but those of the experts not chosen."""
+    if not spec.experts:
+        return parameter_count(spec)
+    fewer = min(spec.experts, spec.experts_per_token)
+    router = spec.layers * spec.width * (spec.experts - fewer)  # every token passes the whole router
+    return parameter_count(spec.model_copy(update={"experts": fewer})) + router

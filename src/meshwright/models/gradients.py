@@ -3,8 +3,8 @@
 The formulas are the exact ones. What is gained: less is kept from forward to backward, and on a CPU a product over
 tokens gets its operands in the order in which XLA is fast.
 
-Shapes: N tokens, I and O widths of input and output, D width, B batch, H heads, K key-value heads, G = H / K,
-T queries in time, S keys in time, C head width.
+Shapes: I and O widths of input and output, D width, B batch, H heads, K key-value heads, G = H / K, T queries in time,
+S keys in time, C head width, E width of a head's values, R = G T.
 """
 
 import math
@@ -20,27 +20,33 @@ def _settled(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
-def over_tokens(a_NI: jax.Array, b_NO: jax.Array) -> jax.Array:
-    """`a.T @ b` in float32, `[I, O]`, with the smaller of the two transposed."""
-    if a_NI.shape[1] > b_NO.shape[1]:
-        return _settled(jnp.dot(_settled(b_NO.T), a_NI, preferred_element_type=jnp.float32)).T
-    return jnp.dot(_settled(a_NI.T), b_NO, preferred_element_type=jnp.float32)
+def over_tokens(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over all leading axes of the outer products of `a`, `[..., I]`, and `b`, `[..., O]`; float32 `[I, O]`.
+
+    The smaller of the two is transposed. Leading axes are not merged: they may lie cut along different mesh axes.
+    """
+    if a.shape[-1] > b.shape[-1]:
+        return _settled(over_tokens(b, a)).T
+    tokens = a.ndim - 1
+    a_first = _settled(jnp.moveaxis(a, -1, 0))
+    contracted = (tuple(range(1, tokens + 1)), tuple(range(tokens)))
+    return jax.lax.dot_general(a_first, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def linear(x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """`x @ kernel`, computed in the type of `x`."""
-    return x_NI @ kernel_IO.astype(x_NI.dtype)
+def linear(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """`x @ kernel` for `x` of shape `[..., I]`, computed in the type of `x`."""
+    return x @ kernel_IO.astype(x.dtype)
 
 
-def _linear_forward(x_NI, kernel_IO):
-    return linear(x_NI, kernel_IO), (x_NI, kernel_IO)
+def _linear_forward(x, kernel_IO):
+    return linear(x, kernel_IO), (x, kernel_IO)
 
 
-def _linear_backward(kept, dy_NO):
-    x_NI, kernel_IO = kept
-    dy_NO = _settled(dy_NO)
-    return dy_NO @ kernel_IO.T.astype(dy_NO.dtype), over_tokens(_settled(x_NI), dy_NO).astype(kernel_IO.dtype)
+def _linear_backward(kept, dy):
+    x, kernel_IO = kept
+    dy = _settled(dy)
+    return dy @ kernel_IO.T.astype(dy.dtype), over_tokens(_settled(x), dy).astype(kernel_IO.dtype)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -111,18 +117,18 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 @jax.custom_vjp
-def causal_attention(q_BHTC: jax.Array, k_BKTC: jax.Array, v_BKTC: jax.Array) -> jax.Array:
+def causal_attention(q_BHTC: jax.Array, k_BKTC: jax.Array, v_BKTE: jax.Array) -> jax.Array:
     """Softmax attention to this and earlier positions; head `h` uses key-value head `h // G`.
 
     Scores and softmax are in float32.
 
     Returns:
-        `[B, H, T, C]`, of the type of `v_BKTC`.
+        `[B, H, T, E]`, of the type of `v_BKTE`.
     """
-    return _attention_forward(q_BHTC, k_BKTC, v_BKTC)[0]
+    return _attention_forward(q_BHTC, k_BKTC, v_BKTE)[0]
 
 
-def _attention_forward(q_BHTC, k_BKTC, v_BKTC):
+def _attention_forward(q_BHTC, k_BKTC, v_BKTE):
     batch, heads, time, width = q_BHTC.shape
     kv_heads = k_BKTC.shape[1]
     rows = heads // kv_heads * time  # the queries of a group, one head after another
@@ -131,25 +137,25 @@ def _attention_forward(q_BHTC, k_BKTC, v_BKTC):
     seen_RS = jnp.tile(jnp.tril(jnp.ones((time, time), bool)), (heads // kv_heads, 1))
     scores_BKRS = jnp.where(seen_RS, scores_BKRS, jnp.finfo(jnp.float32).min)
     exp_BKRS = jnp.exp(scores_BKRS - scores_BKRS.max(axis=-1, keepdims=True))
-    weights_BKRS = (exp_BKRS / exp_BKRS.sum(axis=-1, keepdims=True)).astype(v_BKTC.dtype)
-    y_BKRC = _product(weights_BKRS, v_BKTC, 3, 2).astype(v_BKTC.dtype)
-    return y_BKRC.reshape(q_BHTC.shape), (q_BKRC, k_BKTC, v_BKTC, weights_BKRS, y_BKRC)
+    weights_BKRS = (exp_BKRS / exp_BKRS.sum(axis=-1, keepdims=True)).astype(v_BKTE.dtype)
+    y_BKRE = _product(weights_BKRS, v_BKTE, 3, 2).astype(v_BKTE.dtype)
+    return y_BKRE.reshape(batch, heads, time, -1), (q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE)
 
 
-def _attention_backward(kept, dy_BHTC):
-    q_BKRC, k_BKTC, v_BKTC, weights_BKRS, y_BKRC = kept
-    dtype = v_BKTC.dtype
-    dy_BKRC = _settled(dy_BHTC.reshape(q_BKRC.shape))
-    dv_BKTC = _settled(_product(_turned(dy_BKRC), weights_BKRS, 3, 2))
-    along_BKR1 = (dy_BKRC.astype(jnp.float32) * y_BKRC.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    d_weights_BKRS = _product(dy_BKRC, v_BKTC, 3, 3).astype(jnp.float32)
+def _attention_backward(kept, dy_BHTE):
+    q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE = kept
+    dtype = v_BKTE.dtype
+    dy_BKRE = _settled(dy_BHTE.reshape(y_BKRE.shape))
+    dv_BKTE = _settled(_product(_turned(dy_BKRE), weights_BKRS, 3, 2))
+    along_BKR1 = (dy_BKRE.astype(jnp.float32) * y_BKRE.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    d_weights_BKRS = _product(dy_BKRE, v_BKTE, 3, 3).astype(jnp.float32)
     d_scores_BKRS = (weights_BKRS.astype(jnp.float32) * (d_weights_BKRS - along_BKR1)).astype(dtype)
     dk_BKTC = _settled(_product(_turned(q_BKRC), d_scores_BKRS, 3, 2))
     dq_BKRC = _product(d_scores_BKRS, k_BKTC, 3, 2) * q_BKRC.shape[-1] ** -0.5
     return (
-        dq_BKRC.astype(dtype).reshape(dy_BHTC.shape),
+        dq_BKRC.astype(dtype).reshape(*dy_BHTE.shape[:3], -1),
         jnp.swapaxes(dk_BKTC, 2, 3).astype(dtype),
-        jnp.swapaxes(dv_BKTC, 2, 3).astype(dtype),
+        jnp.swapaxes(dv_BKTE, 2, 3).astype(dtype),
     )
 
 

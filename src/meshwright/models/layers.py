@@ -6,8 +6,10 @@ Shapes: B batch, T time, D width. Parameters are float32; each part computes in 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models import gradients
+from meshwright.models.layout import layout
 
 
 class Linear(nnx.Module):
@@ -15,20 +17,21 @@ class Linear(nnx.Module):
 
     Arguments:
         fan_in, fan_out: widths of input and output.
+        axes: the names of the kernel's two axes; a layout may cut the kernel along them.
         bias: whether to add one; it starts at zero.
         std: standard deviation of the normal distribution that the kernel starts from.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, *, bias: bool, std: float, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (fan_in, fan_out)))
-        self.bias = nnx.Param(jnp.zeros(fan_out)) if bias else None
+    def __init__(self, fan_in: int, fan_out: int, axes: tuple[str, str], *, bias: bool, std: float, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (fan_in, fan_out)), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(fan_out), axes=axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]
 
 
 def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """Several linear maps of one input as a single, wider matrix product.
+    """Several linear maps of one input as a single, wider matrix product, where the layout says that this pays.
 
     Arguments:
         x: `[..., fan_in]`.
@@ -37,8 +40,10 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     Returns:
         For each map its output, `[..., fan_out]`.
     """
+    if len(linears) > 1 and not layout().fuse_linear:
+        return [fused_linear(x, linear)[0] for linear in linears]
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
-    y = gradients.linear(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], -1)
+    y = checkpoint_name(gradients.linear(x, kernel), "product")
     biases = [linear.bias[...] for linear in linears if linear.bias is not None]
     if biases:
         y += jnp.concatenate(biases).astype(x.dtype)
@@ -53,8 +58,8 @@ class LayerNorm(nnx.Module):
     """Layer normalisation with scale and bias (Ba et al., 2016), computed in float32."""
 
     def __init__(self, width: int, *, eps: float):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
+        self.scale = nnx.Param(jnp.ones(width), axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(width), axes=("norm",))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -65,28 +70,38 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation with scale (Zhang and Sennrich, 2019), computed in float32."""
 
     def __init__(self, width: int, *, eps: float):
-        self.scale = nnx.Param(jnp.ones(width))
+        self.scale = nnx.Param(jnp.ones(width), axes=("norm",))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return gradients.rms_norm(x, self.scale[...], self.eps)
 
 
-def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, site: int) -> jax.Array:
+def dropout(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, site: int, order_T: jax.Array) -> jax.Array:
     """Zero a share of `x`, and scale up the rest.
 
-    Each example has a key of its own, so that what is dropped doesn't depend on how the batch is cut up.
-
     Arguments:
-        x: `[B, ...]`.
+        x_BTD: the activations.
         rate: the share to drop.
         keys_B: a random key for each example; None: nothing is dropped.
         site: tells apart the places of one layer that drop.
+        order_T: the place of each column in the sequence.
     """
     if keys_B is None or rate == 0.0:
-        return x
+        return x_BTD
+    kept_BTD = dropout_mask(rate, keys_B, site, order_T, x_BTD.shape[2:])
+    return jnp.where(kept_BTD, x_BTD / (1.0 - rate), 0.0)
 
-    def keep_one(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
 
-    return jnp.where(jax.vmap(keep_one)(keys_B), x / (1.0 - rate), 0.0)
+def dropout_mask(rate: float, keys_B: jax.Array, site: int, order_T: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Which activations stay, `[B, T, *shape]`.
+
+    Each token has a key of its own, made from the key of its example and its place in the sequence; so what is dropped
+    depends neither on how the batch is cut up nor on the order in which its columns lie.
+    """
+    fold = jax.random.fold_in
+
+    def of_token(key: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(fold(fold(key, site), place), 1.0 - rate, shape)
+
+    return jax.vmap(jax.vmap(of_token, in_axes=(None, 0)), in_axes=(0, None))(keys_B, order_T)

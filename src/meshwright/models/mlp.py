@@ -5,24 +5,27 @@ from flax import nnx
 
 from meshwright.models.gradients import gelu
 from meshwright.models.layers import Linear, fused_linear
+from meshwright.models.layout import layout
 from meshwright.models.spec import ModelSpec
 
 
 class MLP(nnx.Module):
     """`down(activation(up(x)))`; with `swiglu`, `down(silu(gate(x)) * up(x))` (Shazeer, 2020)."""
 
-    def __init__(self, spec: ModelSpec, *, std: float, out_std: float, rngs: nnx.Rngs):
+    def __init__(self, spec: ModelSpec, ffn_width: int, *, std: float, out_std: float, rngs: nnx.Rngs):
         def widen() -> Linear:
-            return Linear(spec.width, spec.ffn_width, bias=spec.bias, std=std, rngs=rngs)
+            return Linear(spec.width, ffn_width, ("width", "ffn"), bias=spec.bias, std=std, rngs=rngs)
 
         self.gate = widen() if spec.activation == "swiglu" else None
         self.up = widen()
-        self.down = Linear(spec.ffn_width, spec.width, bias=spec.bias, std=out_std, rngs=rngs)
+        self.down = Linear(ffn_width, spec.width, ("ffn", "width"), bias=spec.bias, std=out_std, rngs=rngs)
         self.activation = spec.activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is not None:
             gate_BTF, up_BTF = fused_linear(x_BTD, self.gate, self.up)
-            return self.down(jax.nn.silu(gate_BTF) * up_BTF)
-        up_BTF = self.up(x_BTD)
-        return self.down(jax.nn.relu(up_BTF) if self.activation == "relu" else gelu(up_BTF))
+            inner_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        else:
+            up_BTF = self.up(x_BTD)
+            inner_BTF = jax.nn.relu(up_BTF) if self.activation == "relu" else gelu(up_BTF)
+        return self.down(layout().place(inner_BTF, "batch", "time", "ffn"))

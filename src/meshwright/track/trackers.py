@@ -17,37 +17,42 @@ class Trackers:
 
     Arguments:
         run: `name`, `train.steps` and `track` are read.
-        directory: the run's.
+        directory: the run's; None: in a process that another one speaks for. Nothing is shown or written then.
         console: the one a person watches; it stays open.
 
     Raises:
         UserError: a tracker that the run asks for isn't installed.
     """
 
-    def __init__(self, run: Run, directory: RunDirectory, console: Console):
+    def __init__(self, run: Run, directory: RunDirectory | None, console: Console):
         self._run = run
         self._closing = ExitStack()
         self._logs: list[MetricsLog | TensorBoardLog] = []
+        self._samples: list[SamplesLog] = []
+        self._consoles: tuple[Console, ...] = ()
+        if directory is None:
+            return
         if run.track.tensorboard:
             self._logs.append(TensorBoardLog(directory.tensorboard))
         self._logs.append(MetricsLog(directory.metrics))
-        self._samples = SamplesLog(directory.samples)
-        for log in (*self._logs, self._samples):
+        self._samples.append(SamplesLog(directory.samples))
+        for log in (*self._logs, *self._samples):
             self._closing.callback(log.close)
-        self._log_file = PlainConsole(self._closing.enter_context(directory.log.open("a", encoding="utf-8")))
-        self._consoles = (console, self._log_file)
+        log_file = PlainConsole(self._closing.enter_context(directory.log.open("a", encoding="utf-8")))
+        self._consoles = (console, log_file)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
-            self._log_file.note(f"ended by {kind.__name__}: {error}")
+            for log_file in self._consoles[1:]:
+                log_file.note(f"ended by {kind.__name__}: {error}")
         self._closing.close()
 
     def start(self, header: dict[str, str], start: int) -> None:
         """See `Console.start`; what was logged after step `start` is dropped, since those steps run again."""
-        for log in (*self._logs, self._samples):
+        for log in (*self._logs, *self._samples):
             log.truncate_after(start)
         for console in self._consoles:
             console.start(self._run.name, header, self._run.train.steps, start)
@@ -73,7 +78,8 @@ class Trackers:
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log what the model wrote after a prompt."""
-        self._samples.append({"step": step, "prompt": prompt, "text": text})
+        for log in self._samples:
+            log.append({"step": step, "prompt": prompt, "text": text})
         for console in self._consoles:
             console.sample(step, prompt, text)
 

@@ -1,34 +1,41 @@
 """Writing and reading the whole state of the JAX engine with Orbax.
 
 On disk the state is a flat dictionary from the path of each array to the array, so a checkpoint can be read without
-this package, and restores whatever the devices are.
+this package, and restores onto whatever mesh there is. Each process writes what its devices hold. Two things of the
+mesh that wrote it remain: the order of the layers, written beside, and zeros that pad the vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from meshwright.engines.jax.state import StatePlan
 from meshwright.engines.jax.step import TrainState
 from meshwright.errors import UserError
 
 _FOLDER = "state"
+_ORDER = "order_of_layers"
 
 
-def save_state(folder: Path, state: TrainState) -> Callable[[], None]:
+def save_state(folder: Path, state: TrainState, plan: StatePlan) -> Callable[[], None]:
     """Copy the state off the devices, then write it in the background.
 
     Arguments:
-        folder: an existing, empty folder.
+        folder: an existing, empty folder; the same one in every process.
         state: may be donated to the next step as soon as this returns.
+        plan: the state's.
 
     Returns:
-        A function that waits until the files are on disk, and raises what went wrong.
+        A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
     """
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(_flatten(state)))
+    arrays = {**_flatten(state), _ORDER: _order(plan)}
+    checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 
     def finish() -> None:
         checkpointer.wait_until_finished()
@@ -37,7 +44,7 @@ def save_state(folder: Path, state: TrainState) -> Callable[[], None]:
     return finish
 
 
-def restore_state(folder: Path, like: TrainState) -> TrainState:
+def restore_state(folder: Path, like: TrainState, plan: StatePlan) -> TrainState:
     """Read a state back, onto the devices and in the layout of `like`; arrays that `like` lacks are left unread.
 
     Raises:
@@ -46,24 +53,75 @@ def restore_state(folder: Path, like: TrainState) -> TrainState:
     """
     wanted = {name: ocp.utils.to_shape_dtype_struct(leaf) for name, leaf in _flatten(like).items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        _check_arrays(folder, checkpointer.metadata(folder.absolute() / _FOLDER).item_metadata.tree, wanted)
+        stored = checkpointer.metadata(folder.absolute() / _FOLDER).item_metadata.tree
+        _check_arrays(folder, stored, wanted, _paddable(like, plan))
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-        args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+        lenient = {name: _lenient(arg) for name, arg in restore_args.items()}
+        items: dict[str, Any] = {**wanted, _ORDER: np.zeros_like(_order(plan))}
+        lenient[_ORDER] = ocp.RestoreArgs(restore_type=np.ndarray)
+        args = ocp.args.PyTreeRestore(items, restore_args=lenient, partial_restore=True)
         arrays = checkpointer.restore(folder.absolute() / _FOLDER, args=args)
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+    state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+    return _reordered(state, arrays[_ORDER], _order(plan))
 
 
-def _check_arrays(folder: Path, stored: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _order(plan: StatePlan) -> np.ndarray:
+    layers = jax.tree.leaves(plan.shapes.params["blocks"])[0].shape[0] if "blocks" in plan.shapes.params else 0
+    return np.arange(layers) if plan.order_L is None else plan.order_L
+
+
+def _reordered(state: TrainState, theirs_L: np.ndarray, ours_L: np.ndarray) -> TrainState:
+    if np.array_equal(theirs_L, ours_L):
+        return state
+    source_L = np.argsort(theirs_L)[ours_L]
+
+    def reorder(path: tuple, leaf: jax.Array) -> jax.Array:
+        if not _is_stacked(path):
+            return leaf
+        return jax.jit(lambda x: x[source_L], out_shardings=leaf.sharding, donate_argnums=0)(leaf)
+
+    return jax.tree_util.tree_map_with_path(reorder, state)
+
+
+def _is_stacked(path: tuple) -> bool:
+    return any(getattr(part, "key", None) == "blocks" for part in path)
+
+
+def _lenient(arg: Any) -> Any:
+    # Where the vocabulary was padded to another size, zeros are added or left out.
+    return dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg
+
+
+def _paddable(like: TrainState, plan: StatePlan) -> dict[str, int]:
+    """Of each array with an axis of the vocabulary, which axis that is."""
+    axes, _ = jax.tree_util.tree_flatten_with_path(plan.axes, is_leaf=lambda value: isinstance(value, tuple))
+    suffixes = {_name(path): names.index("vocab") for path, names in axes if "vocab" in names}
+    return {
+        name: axis for name in _flatten(like) for suffix, axis in suffixes.items() if f".{name}".endswith(f".{suffix}")
+    }
+
+
+def _check_arrays(
+    folder: Path, stored: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct], paddable: dict[str, int]
+) -> None:
     for name, array in wanted.items():
-        if name not in stored or tuple(stored[name].shape) != array.shape:
-            found = f"shape {tuple(stored[name].shape)}" if name in stored else "no such array"
+        theirs = tuple(stored[name].shape) if name in stored else None
+        ours, axis = array.shape, paddable.get(name)
+        if axis is not None and theirs is not None and len(theirs) == len(ours):
+            theirs = (*theirs[:axis], ours[axis], *theirs[axis + 1 :])  # the vocabulary itself is part of the identity
+        if theirs != ours:
+            found = f"shape {theirs}" if theirs is not None else "no such array"
             part = "optimizer" if name.startswith("optimizer") else "model"
             raise UserError(
-                f"{folder}: {name}: {found} in the checkpoint, shape {array.shape} in this run; "
+                f"{folder}: {name}: {found} in the checkpoint, shape {ours} in this run; "
                 f"give the {part} that the checkpoint was made with"
             )
 
 
 def _flatten(state: TrainState) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from meshwright.engines.base import Sampling
+from meshwright.engines.jax.program import Program
 from meshwright.errors import UserError
-from meshwright.models.attention import LayerCache
 
 _ROUND = 64  # prompt and cache lengths are rounded up to this, so that few shapes are compiled
 
@@ -25,16 +25,14 @@ class Generator:
     """Generates from a decoder; compiled functions are kept from call to call.
 
     Arguments:
-        graph: the model's graph definition; its model has `empty_cache` and `decode`.
-        context_length: the longest text the model takes, in tokens.
-        dtype: the type to compute in.
+        program: the run's; its model has `empty_cache` and `decode`.
     """
 
-    def __init__(self, graph: nnx.GraphDef, context_length: int, dtype: jnp.dtype):
-        self.graph = graph
-        self._context_length = context_length
-        self._empty_cache = jax.jit(_empty_cache(graph, dtype), static_argnums=(1, 2))
-        self._next = jax.jit(_next_tokens(graph, dtype), donate_argnums=4)
+    def __init__(self, program: Program):
+        self._context_length = program.spec.context_length
+        self._empty_cache = program.compiled(_empty_cache(program), ordered=True, static_argnums=(1, 2))
+        out = None if program.everywhere is None else (program.everywhere, None)
+        self._next = program.compiled(_next_tokens(program), ordered=True, donate_argnums=4, out_shardings=out)
 
     def __call__(
         self, params: Any, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
@@ -78,24 +76,24 @@ class Generator:
             yield [None if done else int(token) for token, done in zip(chosen, ended, strict=True)]
 
 
-def _empty_cache(graph: nnx.GraphDef, dtype: jnp.dtype) -> Callable[[Any, int, int], LayerCache]:
-    def empty_cache(params: Any, batch: int, length: int) -> LayerCache:
-        return nnx.merge(graph, params).empty_cache(batch, length, dtype)
+def _empty_cache(program: Program) -> Callable[[Any, int, int], Any]:
+    def empty_cache(params: Any, batch: int, length: int) -> Any:
+        return nnx.merge(program.state.graph, params).empty_cache(batch, length, program.dtype)
 
     return empty_cache
 
 
-def _next_tokens(graph: nnx.GraphDef, dtype: jnp.dtype) -> Callable[..., tuple[jax.Array, LayerCache]]:
+def _next_tokens(program: Program) -> Callable[..., tuple[jax.Array, Any]]:
     def next_tokens(
         params: Any,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         last_B: jax.Array,
-        cache: LayerCache,
+        cache: Any,
         sampling: Sampling,
-    ) -> tuple[jax.Array, LayerCache]:
-        model = nnx.merge(graph, params)
-        x_BTD, cache = model.decode(tokens_BT, positions_BT, cache, dtype=dtype)
+    ) -> tuple[jax.Array, Any]:
+        model = nnx.merge(program.state.graph, program.state.in_order(params))
+        x_BTD, cache = model.decode(tokens_BT, positions_BT, cache, dtype=program.dtype)
         x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
         logits_BV = model.logits(x_B1D)[:, 0].astype(jnp.float32)
         position_B = jnp.take_along_axis(positions_BT, last_B[:, None], axis=1)[:, 0]

@@ -1,6 +1,6 @@
 """The one definition of the loss: sum of token losses over count of tokens, both over the whole global batch.
 
-Shapes: N tokens (batch times time), D width, V vocabulary.
+Shapes: A micro-batches of M examples, T time, N tokens, D width, V vocabulary.
 """
 
 from functools import partial
@@ -11,13 +11,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
-class LossSum(NamedTuple):
-    """Two sums that add up over micro-batches; their quotient is the loss, in nats a token."""
-
-    total: jax.Array
-    tokens: jax.Array
-
-
 class Head(NamedTuple):
     """The linear map from the residual stream to the scores of the next token."""
 
@@ -25,7 +18,41 @@ class Head(NamedTuple):
     bias_V: jax.Array | None
 
 
-def cross_entropy_sum(x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights_N: ArrayLike, chunk: int) -> LossSum:
+def sharded_cross_entropy_sum(
+    x_AMTD: jax.Array,
+    head: Head,
+    targets_AMT: jax.Array,
+    weights_AMT: jax.Array,
+    *,
+    chunk: int,
+    vocab: int,
+    shares: tuple[int, int],
+) -> jax.Array:
+    """As `cross_entropy_sum`, of examples and time that lie cut along a mesh.
+
+    Chunks are taken within each share, so none has to move; each adds up a head gradient of its own.
+
+    Arguments:
+        shares: into how many M and T are cut.
+    """
+    many, long = shares
+
+    def by_share(x: jax.Array) -> jax.Array:
+        a, m, t = x.shape[:3]
+        cut = jnp.moveaxis(x.reshape(a, many, m // many, long, t // long, *x.shape[3:]), (1, 3), (0, 1))
+        return cut.reshape(many, long, -1, *x.shape[3:])
+
+    total = partial(cross_entropy_sum, chunk=chunk, vocab=vocab)
+    x, targets, weights = by_share(x_AMTD), by_share(targets_AMT), by_share(weights_AMT)
+    if shares == (1, 1):
+        return total(x[0, 0], head, targets[0, 0], weights[0, 0])
+    over_time = jax.vmap(total, in_axes=(0, None, 0, 0))
+    return jax.vmap(over_time, in_axes=(0, None, 0, 0))(x, head, targets, weights).sum()
+
+
+def cross_entropy_sum(
+    x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights_N: ArrayLike, *, chunk: int, vocab: int
+) -> jax.Array:
     """Sum of the cross-entropies of the targets, in nats; scores and softmax in float32.
 
     Scores are made a chunk of tokens at a time, never all at once. Where the gradient is wanted, it is computed along
@@ -37,30 +64,35 @@ def cross_entropy_sum(x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights
         targets_N: the token that came.
         weights_N: 1 where the token counts, 0 where it doesn't.
         chunk: at most so many tokens at a time.
+        vocab: the head's columns from here on are padding, which nothing is ever given to.
     """
     targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
     chunk = min(chunk, x_ND.shape[0])
     missing = -x_ND.shape[0] % chunk  # filled up with tokens of weight 0
     x_ND = jnp.pad(x_ND, ((0, missing), (0, 0)))
     targets_N, weights_N = (jnp.pad(part, (0, missing)) for part in (targets_N, weights_N))
-    return LossSum(_total(x_ND, head, targets_N, weights_N, chunk), weights_N.sum())
+    return _total(x_ND, head, targets_N, weights_N, chunk, vocab)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _total(x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _total(
+    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int
+) -> jax.Array:
     def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_CD, targets_C, weights_C = one
-        scores_CV = _scores(x_CD, head)
+        scores_CV = _scores(x_CD, head, vocab)
         losses_C = jax.nn.logsumexp(scores_CV, axis=-1) - _pick(scores_CV, targets_C)
         return total + (losses_C * weights_C).sum(), None
 
     return jax.lax.scan(add, jnp.zeros(()), _chunks(chunk, x_ND, targets_N, weights_N))[0]
 
 
-def _total_and_gradient(x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int):
+def _total_and_gradient(
+    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int
+):
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
-        scores_CV = _scores(x_CD, head)
+        scores_CV = _scores(x_CD, head, vocab)
         highest_C1 = scores_CV.max(axis=-1, keepdims=True)
         exp_CV = jnp.exp(scores_CV - highest_C1)
         sum_C1 = exp_CV.sum(axis=-1, keepdims=True)
@@ -77,7 +109,7 @@ def _total_and_gradient(x_ND: jax.Array, head: Head, targets_N: jax.Array, weigh
     return total, (d_x.reshape(x_ND.shape), jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_head, head))
 
 
-def _scale(_chunk: int, gradients: tuple[jax.Array, Head], by: jax.Array):
+def _scale(_chunk: int, _vocab: int, gradients: tuple[jax.Array, Head], by: jax.Array):
     d_x_ND, d_head = jax.tree.map(lambda d: d * by.astype(d.dtype), gradients)
     return d_x_ND, d_head, None, None
 
@@ -85,9 +117,13 @@ def _scale(_chunk: int, gradients: tuple[jax.Array, Head], by: jax.Array):
 _total.defvjp(_total_and_gradient, _scale)
 
 
-def _scores(x_CD: jax.Array, head: Head) -> jax.Array:
+def _scores(x_CD: jax.Array, head: Head, vocab: int) -> jax.Array:
     scores_CV = jnp.dot(x_CD, head.kernel_DV.astype(x_CD.dtype), preferred_element_type=jnp.float32)
-    return scores_CV if head.bias_V is None else scores_CV + head.bias_V
+    scores_CV = scores_CV if head.bias_V is None else scores_CV + head.bias_V
+    if vocab == scores_CV.shape[1]:
+        return scores_CV
+    is_padding_CV = jax.lax.broadcasted_iota(jnp.int32, scores_CV.shape, 1) >= vocab
+    return jnp.where(is_padding_CV, jnp.finfo(jnp.float32).min, scores_CV)
 
 
 def _is_target(scores_CV: jax.Array, targets_C: jax.Array) -> jax.Array:

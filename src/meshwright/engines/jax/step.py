@@ -1,9 +1,10 @@
 """The two compiled functions: one update, one evaluation.
 
-Shapes: A accumulated micro-batches, M examples of a micro-batch, T time, V vocabulary; B = A M.
+Shapes: A micro-batches of M examples, T time, D width, L layers, E experts; the global batch B = A M.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,13 @@ from flax import nnx
 
 from meshwright.config import Run
 from meshwright.data.examples import Batch
-from meshwright.engines.jax.loss import Head, LossSum, cross_entropy_sum
+from meshwright.engines.jax.loss import Head, sharded_cross_entropy_sum
+from meshwright.engines.jax.mesh import RunMesh
+from meshwright.engines.jax.pipeline import pipelined
 from meshwright.errors import UserError
+from meshwright.models.layout import layout
+from meshwright.models.moe import Routing
+from meshwright.models.spec import ModelSpec
 
 Params = Any
 
@@ -30,6 +36,15 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState
 
 
+class LossSum(NamedTuple):
+    """Sums that add up over micro-batches; `total / tokens` is the loss, in nats a token."""
+
+    total: jax.Array
+    tokens: jax.Array
+    routing: Routing | None
+    """Of each layer, where there are experts."""
+
+
 class Update(NamedTuple):
     """What a researcher's own metric may look at."""
 
@@ -40,59 +55,101 @@ class Update(NamedTuple):
 
 
 Metric = Callable[[Update], jax.Array]
+Loss = Callable[[Params, Batch, jax.Array | None], LossSum]
 
 
-def make_loss(graph: nnx.GraphDef, dtype: jnp.dtype, scan_layers: bool) -> Callable[..., LossSum]:
-    """The loss sum as a function of parameters, a batch and dropout keys (None: no dropout)."""
+def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh, dtype: jnp.dtype) -> Loss:
+    """The loss sum as a function of parameters, micro-batches `[A, M, T]` and dropout keys `[A, M]` (None: no dropout).
 
-    def loss_sum(params: Params, batch: Batch, dropout_keys_B: jax.Array | None = None) -> LossSum:
+    In a pipeline A is whatever it is, otherwise 1.
+    """
+    sizes, shares = run_mesh.sizes, run_mesh.loss_shares(run)
+
+    def hidden(model: Any, batch: Batch, keys_AM: jax.Array | None) -> tuple[jax.Array, Routing | None]:
+        if sizes["pipeline"] == 1:
+            x_MTD, routing_L = model.hidden(
+                batch.inputs_BT[0],
+                weights_BT=batch.weights_BT[0],
+                dtype=dtype,
+                dropout_keys_B=None if keys_AM is None else keys_AM[0],
+                scan_layers=run.train.scan_layers,
+                remat=run.train.remat,
+            )
+            return x_MTD[None], routing_L
+        start = partial(model.start, positions_BT=None, segments_BT=None, dtype=dtype)
+        starts_A = jax.vmap(lambda inputs, weights, keys: start(inputs, weights_BT=weights, dropout_keys_B=keys))(
+            batch.inputs_BT, batch.weights_BT, keys_AM
+        )
+        x_AMTD, routing_L = pipelined(
+            model,
+            starts_A,
+            stages=sizes["pipeline"],
+            rounds=run_mesh.rounds,
+            scan_layers=run.train.scan_layers,
+            remat=run.train.remat,
+        )
+        return model.finish(x_AMTD), routing_L
+
+    def loss_sum(params: Params, batch: Batch, keys_AM: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
-        x_BTD = model.hidden(batch.inputs_BT, dtype=dtype, dropout_keys_B=dropout_keys_B, scan_layers=scan_layers)
-        x_ND, targets_N = x_BTD.reshape(-1, x_BTD.shape[-1]), batch.targets_BT.reshape(-1)
-        return cross_entropy_sum(x_ND, Head(*model.head_weights()), targets_N, batch.weights_BT.reshape(-1), _CHUNK)
+        gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name != "blocks"}
+        nnx.update(model, nnx.State(layout().gather(gathered)))
+        x_AMTD, routing_L = hidden(model, batch, keys_AM)
+        x_AMTD = layout().place(x_AMTD, None, "batch", "loss_time", None)
+        total = sharded_cross_entropy_sum(
+            x_AMTD,
+            Head(*model.head_weights()),
+            jnp.asarray(batch.targets_BT),
+            jnp.asarray(batch.weights_BT),
+            chunk=_CHUNK,
+            vocab=spec.vocab_size,
+            shares=shares,
+        )
+        return LossSum(total, jnp.asarray(batch.weights_BT).sum(), routing_L)
 
     return loss_sum
 
 
+def make_eval_step(loss_sum: Loss, run_mesh: RunMesh) -> Callable[[Params, Batch], LossSum]:
+    """The loss sum of a global batch `[A, M, T]`, without dropout."""
+
+    def eval_step(params: Params, batch: Batch) -> LossSum:
+        return _summed(lambda batch, _: loss_sum(params, batch), run_mesh, batch, None)
+
+    return eval_step
+
+
 def make_train_step(
     run: Run,
-    loss_sum: Callable[..., LossSum],
+    loss_sum: Loss,
+    run_mesh: RunMesh,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule | None,
     metrics: dict[str, Metric],
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """One update on one global batch.
+) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, dict[str, jax.Array]]]:
+    """One update on one global batch `[A, M, T]`; given a number by each process, it also returns the largest.
 
     Arguments:
         run: batch sizes, seed, clipping and what to do with a loss that isn't finite.
         loss_sum: from `make_loss`.
+        run_mesh: says how many micro-batches there are, and whether the loss takes them all at once.
         optimizer: from `make_optimizer`, or a researcher's own.
         learning_rate: what the metrics report; None: nothing, since only the optimizer knows.
         metrics: a researcher's own, each a scalar of an `Update`.
     """
-    accumulate = run.train.batch_size // run.micro_batch_size
 
-    def gradients_of(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[Params, LossSum]:
-        def total(params: Params) -> tuple[jax.Array, LossSum]:
-            loss = loss_sum(params, batch, keys_B)
-            return loss.total, loss
+    def gradients_of(params: Params, batch: Batch, keys_AM: jax.Array) -> tuple[Params, LossSum]:
+        def objective(params: Params) -> tuple[jax.Array, LossSum]:
+            loss = loss_sum(params, batch, keys_AM)
+            return loss.total + (0.0 if loss.routing is None else loss.routing.penalty.sum()), loss
 
-        return jax.grad(total, has_aux=True)(params)
+        return jax.grad(objective, has_aux=True)(params)
 
-    def accumulated(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[Params, LossSum]:
-        if accumulate == 1:
-            return gradients_of(params, batch, keys_B)
-        micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), (batch, keys_B))
-
-        def add(sums: tuple[Params, LossSum], one: tuple[Batch, jax.Array]) -> tuple[tuple[Params, LossSum], None]:
-            return jax.tree.map(jnp.add, sums, gradients_of(params, *one)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, (params, LossSum(jnp.zeros(()), jnp.zeros(()))))
-        return jax.lax.scan(add, zeros, micro)[0]
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        keys_B = example_keys(run.seed, state.step, run.train.batch_size)
-        sums, loss = accumulated(state.params, batch, keys_B)
+    def train_step(
+        state: TrainState, batch: Batch, stop: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        keys_AM = example_keys(run.seed, state.step, run.train.batch_size).reshape(run_mesh.accumulate, -1)
+        sums, loss = _summed(partial(gradients_of, state.params), run_mesh, batch, keys_AM)
         tokens = jnp.maximum(loss.tokens, 1.0)
         gradients = jax.tree.map(lambda g: g / tokens, sums)
         norm = optax.global_norm(gradients)
@@ -104,6 +161,10 @@ def make_train_step(
         values = {"loss": loss.total / tokens, "grad_norm": norm, "tokens": loss.tokens}
         if learning_rate is not None:
             values["learning_rate"] = learning_rate(state.step)
+        if stop is not None:
+            values["stop"] = stop.max()
+        if loss.routing is not None:
+            values |= _routing_values(loss.routing, tokens)
         update = Update(state.params, gradients, updates, values["loss"])
         values |= {name: _scalar(name, metric(update)) for name, metric in metrics.items()}
         if run.train.on_nonfinite == "skip":
@@ -111,6 +172,29 @@ def make_train_step(
         return new, values
 
     return train_step
+
+
+def _summed(f: Callable[..., Any], run_mesh: RunMesh, batch: Batch, keys_AM: jax.Array | None) -> Any:
+    """`f(batch, keys)` of all micro-batches: a pipeline takes them at once, otherwise they come one at a time."""
+    if run_mesh.accumulate == 1 or run_mesh.sizes["pipeline"] > 1:
+        return f(batch, keys_AM)
+    ones = jax.tree.map(lambda x: x[:, None], (batch, keys_AM))
+
+    def add(sums: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, f(*one)), None
+
+    like = jax.eval_shape(f, *jax.tree.map(lambda x: x[0], ones))
+    return jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), ones)[0]
+
+
+def _routing_values(routing_L: Routing, tokens: jax.Array) -> dict[str, jax.Array]:
+    share_LE = routing_L.load_E / jnp.maximum(routing_L.load_E.sum(axis=1, keepdims=True), 1.0)
+    return {
+        "router_penalty": routing_L.penalty.sum() / tokens,
+        "expert_load": share_LE.mean(axis=0),
+        "expert_load_max": share_LE.max() * share_LE.shape[1],
+        "dropped": routing_L.dropped.sum() / jnp.maximum(routing_L.load_E.sum(), 1.0),
+    }
 
 
 def example_keys(seed: int, step: jax.Array, batch_size: int) -> jax.Array:

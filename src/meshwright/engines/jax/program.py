@@ -1,0 +1,114 @@
+"""All that a run compiles, before any of its arrays exists."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from meshwright.config import Run
+from meshwright.engines.jax.mesh import RunMesh, make_run_mesh
+from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer, make_schedule
+from meshwright.engines.jax.sharding import MeshLayout
+from meshwright.engines.jax.state import ModelMaker, plan_state
+from meshwright.engines.jax.step import Metric, Params, make_eval_step, make_loss, make_train_step
+from meshwright.models.layout import Layout, use_layout
+from meshwright.models.spec import ModelSpec
+
+
+class Program:
+    """The mesh of a run, the plan of its state, and its compiled functions. Nothing is allocated.
+
+    Arguments:
+        run: a checked run file.
+        spec: the architecture, with its vocabulary size.
+        model, optimizer, metrics, training: see `meshwright.engines.jax.engine.JaxEngine`.
+
+    Raises:
+        UserError: the mesh fits neither the devices nor the model or the batch.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        spec: ModelSpec,
+        *,
+        model: ModelMaker,
+        optimizer: optax.GradientTransformation | None = None,
+        metrics: dict[str, Metric] | None = None,
+        training: bool = True,
+    ):
+        self.run, self.spec = run, spec
+        self.mesh = run_mesh = make_run_mesh(run, spec, training=training)
+        self.dtype = compute_dtype(run)
+        schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
+        averages = optimizer is None and run.optimizer.kind == "schedule_free"  # then evaluation needs its state
+        optimizer = optimizer or (make_optimizer(run) if training or averages else optax.identity())
+        self.state = plan_state(model, spec, run, run_mesh, optimizer)
+        self.everywhere = run_mesh.sharding(PartitionSpec())
+        shardings = self.state.shardings
+        self.make_state = self.compiled(self.state.make, out_shardings=shardings)
+        loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
+        step = make_train_step(run, loss_sum, run_mesh, optimizer, schedule, metrics or {})
+        self.train_step = self.compiled(step, donate_argnums=0, out_shardings=(shardings, self.everywhere))
+        self.eval_step = self.compiled(make_eval_step(loss_sum, run_mesh), out_shardings=self.everywhere)
+        self.average = self.compiled(evaluation_params, out_shardings=shardings and shardings.params)
+        self.all_finite = self.compiled(_all_finite, out_shardings=self.everywhere)
+
+    def compiled(self, f: Callable[..., Any], *, ordered: bool = False, **options: Any) -> "OnMesh":
+        """`jax.jit(f)`, traced and run on this mesh.
+
+        Arguments:
+            f: the function; the layout of this mesh is in force while it is traced.
+            ordered: see `MeshLayout`.
+            options: of `jax.jit`.
+        """
+        layout = Layout() if self.mesh.mesh is None else MeshLayout(self.mesh, self.spec, ordered=ordered)
+
+        def traced(*arguments: Any) -> Any:
+            with use_layout(layout):
+                return f(*arguments)
+
+        return OnMesh(self.mesh, jax.jit(traced, **options))
+
+    def compile_train_step(self) -> jax.stages.Compiled:
+        """The train step compiled ahead, from abstract arrays."""
+        state = self.state.shapes
+        if self.state.shardings is not None:
+            state = jax.tree.map(_laid, state, self.state.shardings)
+        return self.train_step.compile(state, self.mesh.abstract_batch(self.run), None)
+
+
+class OnMesh:
+    """A compiled function that is called with its mesh set."""
+
+    def __init__(self, mesh: RunMesh, jitted: Any):
+        self._mesh = mesh
+        self._jitted = jitted
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self._mesh.active():
+            return self._jitted(*arguments)
+
+    def compile(self, *abstract: Any) -> jax.stages.Compiled:
+        """Compile ahead, for arguments of these shapes."""
+        with self._mesh.active():
+            return self._jitted.lower(*abstract).compile()
+
+
+def compute_dtype(run: Run) -> Any:
+    """The type that activations are computed in."""
+    if run.train.compute_dtype != "auto":
+        return jnp.dtype(run.train.compute_dtype)
+    return jnp.dtype(np.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def _laid(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _all_finite(params: Params) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()

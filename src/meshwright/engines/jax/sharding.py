@@ -1,0 +1,188 @@
+"""How parameters and activations lie on a mesh: the rules of `rules.py`, applied."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.engines.jax.experts import expert_parallel
+from meshwright.engines.jax.mesh import RunMesh
+from meshwright.engines.jax.ring import ring_attention, zigzag_order
+from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED, PARAMETERS
+from meshwright.models.layout import Layout
+from meshwright.models.moe import ExpertKernels
+from meshwright.models.spec import ModelSpec
+
+Axes = tuple[str | None, ...]
+
+
+def axes_of(state: nnx.State) -> dict:
+    """The names of the axes of each parameter, as nested dictionaries.
+
+    Arguments:
+        state: the parameters of a model, abstract or not; those of `blocks` are stacked, and get a leading `layers`.
+    """
+    axes: dict = {}
+    for path, variable in state.flat_state():
+        *folders, name = path
+        inner = axes
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        stacked = path[0] == "blocks"
+        unknown = (None,) * (variable.ndim - stacked)  # a researcher's own parameter may have no names
+        inner[name] = ("layers",) * stacked + (variable.get_metadata().get("axes") or unknown)
+    return axes
+
+
+def specs_of(axes: dict, sizes: dict[str, int], spec: ModelSpec) -> Any:
+    """How each parameter is cut, from the names of its axes."""
+    return jax.tree.map(partial(_parameter_spec, sizes=sizes, spec=spec), axes, is_leaf=_is_axes)
+
+
+def _is_axes(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
+def _parameter_spec(axes: Axes, sizes: dict[str, int], spec: ModelSpec) -> PartitionSpec:
+    entries = []
+    for name in axes:
+        along = tuple(axis for axis in PARAMETERS.get(name or "", ()) if sizes[axis] > 1)
+        if name == "kv_heads" and along and spec.kv_heads % sizes["tensor"]:
+            along = ()  # fewer key-value heads than shares: a head is never cut, so each share has them all
+        entries.append(along[0] if len(along) == 1 else (along or None))
+    return PartitionSpec(*entries)
+
+
+def padded_vocab(vocab_size: int, sizes: dict[str, int]) -> int:
+    """Rows of the vocabulary's tables on a mesh: rounded up so that they can be cut."""
+    return -(-vocab_size // sizes["tensor"]) * sizes["tensor"]
+
+
+def pad_vocab(params: Any, axes: dict, rows: int) -> Any:
+    """Parameters with zeros added where an axis is the vocabulary's, up to `rows`."""
+
+    def pad(names: Axes, leaf: jax.Array) -> jax.Array:
+        missing = [(0, rows - size if name == "vocab" else 0) for name, size in zip(names, leaf.shape, strict=True)]
+        return jnp.pad(leaf, missing) if any(after for _, after in missing) else leaf
+
+    return jax.tree.map(pad, axes, params, is_leaf=_is_axes)
+
+
+def state_shardings(state: Any, params: Any, shardings: Any, rest: NamedSharding) -> Any:
+    """How each array of a training state lies: one made after a parameter lies as it does.
+
+    Arguments:
+        state: abstract; what holds arrays of parameters' shapes under the parameters' own names.
+        params: abstract parameters.
+        shardings: theirs.
+        rest: of what isn't made after a parameter, such as a counter.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    known = {
+        _names(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    }
+
+    def choose(path: tuple, leaf: Any) -> NamedSharding:
+        names = _names(path)
+        for start in range(len(names)):
+            shape, sharding = known.get(names[start:], (None, rest))
+            if shape == leaf.shape:
+                return sharding
+        return rest
+
+    return jax.tree_util.tree_map_with_path(choose, state)
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+    return tuple(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", "")))) for part in path)
+
+
+class MeshLayout(Layout):
+    """The layout of a mesh of more than one device.
+
+    Arguments:
+        run_mesh: the mesh.
+        spec: the architecture.
+        ordered: whether columns lie in the order of their places, along the context axis too: as they do in
+            decoding. Otherwise they lie in zig-zag order there.
+    """
+
+    def __init__(self, run_mesh: RunMesh, spec: ModelSpec, *, ordered: bool = False):
+        self._sizes = run_mesh.sizes
+        self._spec = spec
+        self._context = 1 if ordered else run_mesh.sizes["context"]
+        self.fuse_linear = run_mesh.sizes["tensor"] == 1
+
+    def place(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """See `Layout.place`; an axis that its mesh axes don't divide is left as it is."""
+        entries: list[tuple[str, ...] | None] = []
+        for name, size in zip(axes, x.shape, strict=True):
+            along = tuple(axis for axis in ACTIVATIONS.get(name or "", ()) if self._sizes[axis] > 1)
+            while along and size % np.prod([self._sizes[axis] for axis in along]):
+                along = along[:-1]
+            entries.append(along or None)
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+    def gather(self, params: Any) -> Any:
+        """See `Layout.gather`."""
+        if all(self._sizes[axis] == 1 for axis in GATHERED):
+            return params
+
+        def one(variable: nnx.Variable) -> nnx.Variable:
+            axes = variable.get_metadata().get("axes")
+            return variable if axes is None else variable.replace(self.gather_array(variable[...], axes))
+
+        return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def gather_array(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter, gathered along the axes in `GATHERED`; its gradient is scattered again."""
+        whole = {axis: 1 if axis in GATHERED else size for axis, size in self._sizes.items()}
+        return _relay(x, _parameter_spec(axes, whole, self._spec), _parameter_spec(axes, self._sizes, self._spec))
+
+    def order_T(self, time: int) -> jax.Array:
+        """See `Layout.order_T`."""
+        return jnp.arange(time) if self._context == 1 else jnp.asarray(zigzag_order(time, self._context))
+
+    def to_columns(self, x: jax.Array, axis: int) -> jax.Array:
+        """See `Layout.to_columns`."""
+        return x if self._context == 1 else jnp.take(x, self.order_T(x.shape[axis]), axis=axis)
+
+    def kv_copies(self, kv_heads: int) -> int:
+        """See `Layout.kv_copies`: as many as make the heads divide among the shares."""
+        return int(np.lcm(kv_heads, self._sizes["tensor"])) // kv_heads
+
+    def attention(
+        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None
+    ) -> jax.Array:
+        """See `Layout.attention`: a ring, where sequences are cut."""
+        if self._context == 1:
+            return super().attention(q_BTHC, k_BTKC, v_BTKE, segments_BT)
+        return ring_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT)
+
+    def experts(
+        self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: ExpertKernels
+    ) -> jax.Array:
+        """See `Layout.experts`: tokens travel to their experts and back."""
+        return expert_parallel(x_BTD, chosen_BTJ, gates_BTJ, kernels)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _relay(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, there)
+
+
+def _relay_forward(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> tuple[jax.Array, None]:
+    return _relay(x, there, back), None
+
+
+def _relay_backward(there: PartitionSpec, back: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    # First as it was used: the gradient of a table would else be summed up piece by piece of its width.
+    return (jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(dx, there), back),)
+
+
+_relay.defvjp(_relay_forward, _relay_backward)

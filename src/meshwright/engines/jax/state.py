@@ -1,0 +1,87 @@
+"""The state of a run before it exists: its shapes, how it lies on the mesh, and the function that makes it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from meshwright.config import Run
+from meshwright.engines.jax.mesh import RunMesh
+from meshwright.engines.jax.pipeline import stored_order
+from meshwright.engines.jax.sharding import axes_of, pad_vocab, padded_vocab, specs_of, state_shardings
+from meshwright.engines.jax.step import Params, TrainState
+from meshwright.models.spec import ModelSpec
+
+ModelMaker = Callable[..., nnx.Module]
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """What is known of a training state before it is made."""
+
+    graph: nnx.GraphDef
+    make: Callable[[], TrainState]
+    """Makes the initial state; to be compiled with `shardings` for its outputs, so that no device holds all of it."""
+    shapes: TrainState
+    """Abstract arrays."""
+    shardings: TrainState | None
+    """How each array lies; None on a single device."""
+    axes: dict
+    """The names of the axes of each parameter."""
+    parameters: int
+    """Padding of the vocabulary not counted."""
+    order_L: np.ndarray | None
+    """Which layer lies at each place of the stacked blocks; None: in order."""
+
+    def in_order(self, params: Params) -> Params:
+        """Parameters with the layers in order."""
+        if self.order_L is None:
+            return params
+        place_L = np.argsort(self.order_L)
+        return {**params, "blocks": jax.tree.map(lambda leaf: leaf[place_L], params["blocks"])}
+
+
+def plan_state(
+    model: ModelMaker, spec: ModelSpec, run: Run, run_mesh: RunMesh, optimizer: optax.GradientTransformation
+) -> StatePlan:
+    """Plan the state of a run; nothing is allocated.
+
+    Arguments:
+        model: makes the model from `(spec, rngs=…)`; where layers lie out of order, `order_L=…` is given too.
+        spec: the architecture, with its vocabulary.
+        run: the seed is read.
+        run_mesh: the mesh.
+        optimizer: its state is part of the run's.
+    """
+    sizes, rounds, more = run_mesh.sizes, run_mesh.rounds, {}
+    if rounds > 1:
+        more["order_L"] = stored_order(spec.layers, sizes["pipeline"], rounds)
+
+    def build() -> nnx.Module:
+        return model(spec, rngs=nnx.Rngs(params=run.seed), **more)
+
+    abstract = nnx.eval_shape(build)
+    axes = axes_of(nnx.state(abstract, nnx.Param))
+    rows = padded_vocab(spec.vocab_size, sizes)
+
+    def make() -> TrainState:
+        params = pad_vocab(nnx.to_pure_dict(nnx.state(build(), nnx.Param)), axes, rows)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    shapes, shardings = jax.eval_shape(make), None
+    if run_mesh.mesh is not None:
+        laid = jax.tree.map(run_mesh.sharding, specs_of(axes, sizes, spec), is_leaf=_is_spec)
+        shardings = state_shardings(shapes, shapes.params, laid, run_mesh.sharding(PartitionSpec()))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(abstract, nnx.Param))))
+    order_L = np.array(more["order_L"]) if more else None
+    return StatePlan(nnx.graphdef(abstract), make, shapes, shardings, axes, parameters, order_L)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)

@@ -1,0 +1,153 @@
+"""Which devices a process trains on: what JAX must be told before it starts, and each worker's share of the cards."""
+
+import ctypes
+import os
+import re
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from itertools import takewhile
+
+from meshwright.config import Run
+from meshwright.errors import UserError
+from meshwright.launch.group import JaxGroup
+
+_HEARTBEAT_SECONDS = 20
+
+
+def on_cpu() -> bool:
+    """Whether JAX has nothing but the CPU to use. Asking JAX itself would start its threads."""
+    no_plugin = not entry_points(group="jax_plugins") and find_spec("libtpu") is None
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or no_plugin
+
+
+def prepare_devices(run: Run) -> None:
+    """Have JAX use `launch.devices_per_worker` devices in this process; call it before JAX starts its backend.
+
+    On a CPU they are virtual ones; of NVIDIA cards the first ones. With 0, JAX takes what there is.
+
+    Arguments:
+        run: a checked run file.
+
+    Raises:
+        UserError: there are fewer cards, the environment asks for another number, or JAX has been started with one.
+    """
+    import jax
+
+    wanted = run.launch.devices_per_worker
+    if wanted and on_cpu():
+        _use_virtual_devices(wanted)
+    elif wanted:
+        there = len(_enough_cards(wanted, f"launch.devices_per_worker = {wanted}"))
+        if wanted < there:
+            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(wanted))))
+
+
+def shares_of_cards(run: Run) -> list[dict[str, str]]:
+    """What each worker's environment must say, so that it sees its own cards and no other's.
+
+    Arguments:
+        run: a run with `launch.kind = "processes"`.
+
+    Returns:
+        A dictionary for each worker; empty ones on a CPU.
+
+    Raises:
+        UserError: there are too few NVIDIA cards, or they can't be shared equally.
+    """
+    workers, each = run.launch.workers, run.launch.devices_per_worker
+    if on_cpu():
+        return [{} for _ in range(workers)]
+    key = f"launch.workers = {workers}" + (f" with launch.devices_per_worker = {each}" if each else "")
+    cards = _enough_cards(workers * max(each, 1), key)
+    if each == 0 and len(cards) % workers:
+        raise UserError(
+            f"{key}: {len(cards)} cards can't be shared equally; set launch.devices_per_worker to at most "
+            f"{len(cards) // workers}, or change the number of workers"
+        )
+    each = each or len(cards) // workers
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(cards[i * each : (i + 1) * each])} for i in range(workers)]
+
+
+def join(port: int, rank: int, size: int) -> JaxGroup:
+    """Become one of the processes of a run on this machine; call it before JAX starts its backend.
+
+    Arguments:
+        port: where rank 0 listens, on this machine alone.
+        rank: of this process.
+        size: how many there are.
+
+    Returns:
+        The group. Call `jax.distributed.shutdown()` at the end, which waits for the others; a process that fails must
+        leave by `os._exit`, since an ordinary exit waits for them, too.
+    """
+    import jax
+    from jax._src import distributed
+
+    # gRPC would ask the user's proxy for this machine itself, and JAX warns of that.
+    os.environ.setdefault("no_grpc_proxy", "127.0.0.1")
+    jax.config.update("jax_check_proxy_envs", False)
+    # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        size,
+        rank,
+        coordinator_bind_address=f"127.0.0.1:{port}",
+        cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+    )
+    return JaxGroup(distributed.global_state.client, rank, size)
+
+
+def _use_virtual_devices(wanted: int) -> None:
+    import jax
+
+    # JAX would pass over the one and never say so.
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    _refuse_another("--xla_force_host_platform_device_count in XLA_FLAGS", flags[-1] if flags else "", wanted)
+    _refuse_another("JAX_NUM_CPU_DEVICES", os.environ.get("JAX_NUM_CPU_DEVICES", ""), wanted)
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:
+        if (there := jax.local_device_count()) != wanted:
+            raise UserError(
+                f"launch.devices_per_worker = {wanted}: JAX has been started in this process already, with {there}, "
+                "and can't be changed; train in a new process, before anything that uses JAX"
+            ) from None
+
+
+def _refuse_another(name: str, given: str, wanted: int) -> None:
+    if given not in ("", "-1", str(wanted)):
+        raise UserError(
+            f"launch.devices_per_worker = {wanted}: the environment asks for {given} ({name}); leave one of them out, "
+            "or make them the same"
+        )
+
+
+def _enough_cards(needed: int, key: str) -> list[str]:
+    cards = _visible_cards()
+    if needed > len(cards):
+        there = f"only {len(cards)} can be seen" if cards else "none can be seen"
+        raise UserError(
+            f"{key}: needs {needed} NVIDIA cards, and {there}; lower it, or set JAX_PLATFORMS=cpu in the environment "
+            "to train on the CPU"
+        )
+    return cards
+
+
+def _visible_cards() -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(number) for number in range(_card_count())]
+    return list(takewhile(lambda card: card not in ("", "-1"), (card.strip() for card in given.split(","))))
+
+
+def _card_count() -> int:
+    # JAX would start its backend for this, and a launcher that did would keep the cards' memory from its workers.
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    found = ctypes.c_int()
+    failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found))
+    return 0 if failed else found.value
