@@ -223,7 +223,7 @@ def _sound_for_all(checkpoints: Checkpoints, note: Callable[[str], None], group:
     sound = checkpoints.sound(note) if group.is_primary else iter(())
     while True:
         candidate = next(sound, None)
-        step = group.broadcast(candidate and candidate.step, "checkpoint")
+        step = group.broadcast(candidate.step if candidate else None, "checkpoint")
         if step is None:
             return
         yield candidate or checkpoints.at(step)

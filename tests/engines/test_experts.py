@@ -23,6 +23,7 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 TOKENS = PartitionSpec(("data", "fsdp", "expert"), "context", None)
 BATCH, TIME, WIDTH, INNER, EXPERTS, CHOICES = 8, 4, 6, 10, 4, 2
 CASES = {
+    "nothing to cut": ({"pipeline": 2}, "swiglu", "spread"),
     "data 2": ({"data": 2}, "swiglu", "spread"),
     "tensor 2": ({"tensor": 2}, "gelu", "spread"),
     "expert 4": ({"expert": 4}, "swiglu", "spread"),

@@ -143,11 +143,11 @@ def test_shapes_axes_and_initial_size_of_the_parameters():
     made = nnx.jit(lambda: LatentAttention(spec, std=0.02, out_std=0.005, rngs=nnx.Rngs(0)))()
     kernels = {
         "query_latent": ((256, 48), ("width", None)),
-        "query": ((48, HEADS * (8 + ROTARY)), (None, "heads")),
+        "query": ((48, HEADS * (8 + ROTARY)), ("latent", "heads")),
         "kv_latent": ((256, 64), ("width", None)),
         "rotated_key": ((256, ROTARY), ("width", None)),
-        "key": ((64, HEADS * 8), (None, "heads")),
-        "value": ((64, HEADS * 5), (None, "heads")),
+        "key": ((64, HEADS * 8), ("latent", "heads")),
+        "value": ((64, HEADS * 5), ("latent", "heads")),
         "out": ((HEADS * 5, 256), ("heads", "width")),
     }
     for name, (shape, axes) in kernels.items():

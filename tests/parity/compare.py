@@ -20,12 +20,14 @@ def compare(one: dict[str, np.ndarray], many: dict[str, np.ndarray]) -> dict[str
         tensor; the same with `_cosine`, the smallest; `worst`: that tensor's name; `ratio`: of the gradients' norms,
         where furthest from 1.
     """
-    assert one.keys() == many.keys() | {"layout"}
+    assert one.keys() == many.keys() | {"eval"}
     row: dict[str, Any] = {"loss": 0.0, "initial": 0.0, "gradient": 0.0, "param": 0.0, "worst": "", "ratio": 1.0}
     row |= {"gradient_cosine": 1.0, "param_cosine": 1.0}
-    row["eval"] = abs(float(many["eval"]) / float(one["eval"]) - 1)
+    row["eval"] = abs(float(many["eval"]) / float(one["eval"]) - 1) if "eval" in many else 0.0
     for name in one.keys() - {"eval", "layout"}:
         step, kind, *rest = name.split("/")
+        if (step, kind) == ("0", "gradient"):  # there was none yet
+            continue
         if kind == "loss":
             row["loss"] = max(row["loss"], abs(float(many[name]) / float(one[name]) - 1))
         elif rest[0].endswith(EXEMPT) and kind == "gradient":

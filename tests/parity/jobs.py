@@ -64,39 +64,60 @@ def make_engine(family: str, layout: Layout, accumulate: int, **model):
     return JaxEngine(run, run.model.spec, optimizer=optax.chain(keep, optax.adamw(1e-3, b2=0.95)))
 
 
-def tensors(engine, tree) -> dict[str, np.ndarray]:
+def tensors(engine, tree, names_and_axes: list[tuple[str, tuple]]) -> dict[str, np.ndarray]:
     """Parameters, or what is laid out as they are: layers in order, the vocabulary without padding."""
     import jax
-    from jax.experimental.multihost_utils import process_allgather
 
-    plan = engine._program.state
-    ordered = engine._program.compiled(plan.in_order, out_shardings=engine._program.everywhere)(tree)
-    shapes = jax.tree.map(lambda leaf: leaf.shape, plan.shapes.params)
-    axes = jax.tree.leaves(plan.axes, is_leaf=lambda value: isinstance(value, tuple))
+    order_L = engine._program.state.order_L
     found = {}
-    for (path, leaf), names in zip(jax.tree_util.tree_flatten_with_path(ordered)[0], axes, strict=True):
-        value = np.asarray(leaf) if leaf.is_fully_addressable else np.asarray(process_allgather(leaf, tiled=True))
-        cut = tuple(slice(0, VOCAB) if name == "vocab" else slice(None) for name in names)
-        found[jax.tree_util.keystr(path, simple=True, separator=".")] = value[cut]
-    assert len(found) == len(jax.tree.leaves(shapes, is_leaf=lambda value: isinstance(value, tuple)))
+    for (name, axes), leaf in zip(names_and_axes, jax.tree.leaves(tree), strict=True):
+        value = np.asarray(leaf)
+        if axes[0] == "layers" and order_L is not None:
+            value = value[np.argsort(order_L)]
+        found[name] = value[tuple(slice(0, VOCAB) if axis == "vocab" else slice(None) for axis in axes)]
     return found
+
+
+def names_and_axes(engine) -> list[tuple[str, tuple]]:
+    """Of each parameter."""
+    import jax
+
+    leaves = jax.tree_util.tree_flatten_with_path(
+        engine._program.state.axes, is_leaf=lambda value: isinstance(value, tuple)
+    )[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), axes) for path, axes in leaves]
 
 
 def train(family: str, layout: Layout, accumulate: int) -> dict[str, np.ndarray]:
     """Five steps: initial parameters, then loss, gradients and parameters of each, and facts about the layout."""
     engine = make_engine(family, layout, accumulate)
-    found = {f"0/param/{name}": value for name, value in tensors(engine, engine._state.params).items()}
+    whole, names = (
+        engine._program.compiled(lambda tree: tree, out_shardings=engine._program.everywhere),
+        names_and_axes(engine),
+    )
+    found = {}
+
+    def add(step: int) -> None:
+        kinds = whole({"param": engine._state.params, "gradient": engine._state.optimizer[0]["gradients"]})
+        for kind, tree in kinds.items():
+            found.update({f"{step}/{kind}/{name}": value for name, value in tensors(engine, tree, names).items()})
+
+    add(0)
     for step in range(1, STEPS + 1):
-        mine = batch(step)
-        values = engine.train_step(type(mine)(*(part[engine.rows] for part in mine)))
+        values = engine.train_step(mine(engine, step))
         found[f"{step}/loss"] = np.asarray(values["loss"], np.float64)
-        for kind, tree in (("gradient", engine._state.optimizer[0]["gradients"]), ("param", engine._state.params)):
-            found |= {f"{step}/{kind}/{name}": value for name, value in tensors(engine, tree).items()}
-    mine = batch(0)
-    total, tokens = engine.eval_step(type(mine)(*(part[engine.rows] for part in mine)))
-    found["eval"] = np.asarray(float(total) / float(tokens))
+        add(step)
+    if accumulate == 1:
+        total, tokens = engine.eval_step(mine(engine, 0))
+        found["eval"] = np.asarray(float(total) / float(tokens))
     found["layout"] = np.array(json.dumps(describe(engine)))
     return found
+
+
+def mine(engine, step: int):
+    """The rows of a step's batch that an engine needs."""
+    whole = batch(step)
+    return type(whole)(*(part[engine.rows] for part in whole))
 
 
 def describe(engine) -> dict:
@@ -110,16 +131,11 @@ def describe(engine) -> dict:
         "shapes": {name: list(leaf.shape) for name, leaf in devices.items()},
         "replicas differ": [name for name, leaf in devices.items() if not replicas_equal(leaf)],
         "rows": len(engine.rows),
-        "batch": list(engine._program.mesh.place(_mine(engine)).inputs_BT.sharding.shard_shape((1, BATCH, TIME)))
+        "batch": list(engine._program.mesh.place(mine(engine, 0)).inputs_BT.sharding.shard_shape((1, BATCH, TIME)))
         if engine._program.mesh.mesh is not None
         else [1, BATCH, TIME],
         "processes": jax.process_count(),
     }
-
-
-def _mine(engine):
-    whole = batch(0)
-    return type(whole)(*(part[engine.rows] for part in whole))
 
 
 def replicas_equal(leaf) -> bool:
@@ -147,7 +163,8 @@ def write(path: Path, found: dict[str, np.ndarray]) -> None:
 def main() -> None:
     family, folder, devices, *names = sys.argv[1:]
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    # Nearly all the time goes into compiling.
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     for name in names:
         layout, accumulate = BY_NAME[name.rpartition("/")[0]], int(name.rpartition("/")[2])
         write(file_of(Path(folder), layout, accumulate), train(family, layout, accumulate))

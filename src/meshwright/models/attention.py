@@ -138,14 +138,14 @@ def self_attention(
     if copies > 1:
         k_BTKC, v_BTKE = (place(x, "batch", "time", None, None) for x in (k_BTKC, v_BTKE))
         k_BTKC, v_BTKE = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKE))
-    drops = dropout_keys_B is not None and rate > 0.0
-    key_time = None if drops else "time"  # weights are dropped by rows, so all keys must be at hand
+    keys_B = dropout_keys_B if rate > 0.0 else None
+    key_time = "time" if keys_B is None else None  # weights are dropped by rows, so all keys must be at hand
     q_BTHC = place(q_BTHC, "batch", "time", "heads", None)
     k_BTKC, v_BTKE = (place(x, "batch", key_time, "heads", None) for x in (k_BTKC, v_BTKE))
-    if not drops:
+    if keys_B is None:
         y_BTHE = layout().attention(q_BTHC, k_BTKC, v_BTKE, places.segments_BT)
     else:
-        kept_BTHS = dropout_mask(rate, dropout_keys_B, 0, places.order_T, (q_BTHC.shape[2], q_BTHC.shape[1]))
+        kept_BTHS = dropout_mask(rate, keys_B, 0, places.order_T, (q_BTHC.shape[2], q_BTHC.shape[1]))
         kept_BHTS = place(layout().to_columns(kept_BTHS, axis=3).swapaxes(1, 2), "batch", "heads", "time", None)
         mask_BTS = causal_mask(places.order_T, places.segments_BT)
         y_BTHE = attend(q_BTHC, k_BTKC, v_BTKE, mask_BTS, rate=rate, kept_BHTS=kept_BHTS)

@@ -48,10 +48,11 @@ class Block(nnx.Module):
         self.attention_norm = make_norm(spec)
         self.attention = attention_of(spec)(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
         self.mlp_norm = make_norm(spec)
-        if spec.experts:
-            self.mlp = MoE(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
-        else:
-            self.mlp = MLP(spec, spec.ffn_width, std=INIT_STD, out_std=out_std, rngs=rngs)
+        self.mlp: MoE | MLP = (
+            MoE(spec, std=INIT_STD, out_std=out_std, rngs=rngs)
+            if spec.experts
+            else MLP(spec, spec.ffn_width, std=INIT_STD, out_std=out_std, rngs=rngs)
+        )
         self.spec = spec
 
     def __call__(

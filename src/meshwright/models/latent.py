@@ -46,7 +46,7 @@ class LatentAttention(nnx.Module):
             return Linear(spec.width, width, ("width", None), bias=False, std=std, rngs=rngs)
 
         def to_heads(latent: int, width: int) -> Linear:
-            return Linear(latent, width, (None, "heads"), bias=False, std=std, rngs=rngs)
+            return Linear(latent, width, ("latent", "heads"), bias=False, std=std, rngs=rngs)
 
         if spec.query_latent:
             self.query_latent = to_latent(spec.query_latent)

@@ -6,7 +6,6 @@ choice (R = B T J where all are at hand), C room of an expert in a sequence, S s
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ class Routing(NamedTuple):
     """How many of these pairs found no room at their expert; float32."""
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertKernels:
     """The kernels of all experts, and the activation between them."""
@@ -140,7 +139,15 @@ def route(scores_BTE: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array,
 
 
 def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """As `jax.lax.top_k`, which on a mesh gathers all of `x` on each device: here each does its own part."""
+    """As `jax.lax.top_k`, which on a mesh gathers all of `x` on each device: here each does its own part.
+
+    Arguments:
+        x: `[..., E]`.
+        count: how many to find; at most E.
+
+    Returns:
+        The largest along the last axis, `[..., count]`, largest first, and their places; of equals the first is first.
+    """
     index, left, chosen = jnp.arange(x.shape[-1]), jax.lax.stop_gradient(x), []
     for _ in range(count):
         chosen.append(jnp.argmax(left, axis=-1))
@@ -258,6 +265,7 @@ class _Block(NamedTuple):
 def _over_blocks(rows: int, bounds: jax.Array, one: Any, start: Any) -> Any:
     # Only as many blocks as there are rows for: on a mesh most of the room for rows is empty.
     experts = len(bounds) - 1
+    # Large enough for fast products, and small enough that the last block of each expert wastes little.
     most = 64 if jax.default_backend() == "cpu" else 1024
     size = min(most, -(-rows // experts))
     last_E = jnp.cumsum(-(-jnp.diff(bounds) // size))

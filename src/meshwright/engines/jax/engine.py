@@ -13,6 +13,7 @@ from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
 from meshwright.engines.jax.checkpoint import restore_state, save_state
 from meshwright.engines.jax.decode import Generator
+from meshwright.engines.jax.memory_check import fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.state import ModelMaker
 from meshwright.engines.jax.step import Metric, Params
@@ -61,13 +62,14 @@ class JaxEngine:
             "model": getattr(model, "__qualname__", repr(model)),
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
         }
+        self._train_step = fitting_train_step(program, training=training)
         self._state = program.make_state()
         self._generator = Generator(program)
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
         mesh = self._program.mesh
-        self._state, values = self._program.train_step(self._state, mesh.place(batch), mesh.to_agree_on(stop))
+        self._state, values = self._train_step(self._state, mesh.place(batch), mesh.to_agree_on(stop))
         return values
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:

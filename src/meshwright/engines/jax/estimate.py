@@ -1,7 +1,7 @@
 """What a run takes, from shapes alone: parameters, bytes on a device, operations a token. Nothing is allocated.
 
 Exact: parameters, gradients, optimizer state. An estimate: what the forward pass keeps for the backward one, and what
-both work with. XLA may keep more, where it computes ahead of need, or less, where it computes a thing twice.
+both work with. XLA may keep more, where it works ahead of need, or less, where it makes a thing twice.
 
 Sizes: N tokens of a micro-batch on a device, T sequence length, D width, H heads, K key-value heads, C width of a
 head's queries and keys, E of its values, F feed-forward width, V vocabulary, J experts of a token; s bytes of a number.
@@ -10,7 +10,7 @@ head's queries and keys, E of its values, F feed-forward width, V vocabulary, J 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Estimate:
 
     parameters: int
     gradients: int
-    """Float32; twice where micro-batches come one at a time: the sum, and those of the one at hand."""
+    """Float32; twice where micro-batches come one behind another: the sum, and those of the one at hand."""
     optimizer: int
     activations: int
     """What all layers keep from the forward pass for the backward one."""
@@ -75,36 +75,53 @@ def abstract_mesh(run: Run, spec: ModelSpec, devices: int) -> RunMesh:
         return RunMesh(sizes, None, accumulate)
     shape, names = tuple(sizes.values()), tuple(sizes)
     mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-    return RunMesh(sizes, cast(Mesh, mesh), accumulate)
+    return RunMesh(sizes, cast(Mesh, mesh), accumulate, run.mesh.pipeline_rounds)
+
+
+def multiplied_parameters(spec: ModelSpec) -> int:
+    """Parameters that take part in the computation of a token, without the tables that are looked up, not multiplied.
+
+    Those are the position table, and the embedding where the head isn't tied to it.
+
+    Arguments:
+        spec: the architecture, with its vocabulary.
+    """
+    looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
+    if spec.positions == "learned":
+        looked_up += spec.context_length * spec.width
+    return active_parameter_count(spec) - looked_up
 
 
 def flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
-    """Floating-point operations of training on one token, by the formula `6 P + 12 L H Q T`.
+    """Floating-point operations of training on one token: `6 P + 12 L H Q T`.
 
     The convention of PaLM (Chowdhery et al., 2022, appendix B): a multiplication and an addition for each parameter,
     once forward and twice backward; and the two products of attention, over the whole square of scores although half
-    of it is masked. Recomputation under `train.remat` isn't counted.
+    of it is masked. What `train.remat` computes again isn't counted.
 
-    P are the parameters that take part in the computation of a token, but for the tables that are looked up and not
-    multiplied: the position table, and the embedding where the head isn't tied to it. L layers, H heads, Q = (C + E) / 2
-    the mean width of a head's keys and values, T the sequence length.
+    P are the `multiplied_parameters`, L layers, H heads, Q the mean of the widths of a head's keys and of its values, T
+    the sequence length.
 
     Arguments:
         spec: the architecture, with its vocabulary.
         sequence_length: tokens of a sequence.
     """
-    looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
-    if spec.positions == "learned":
-        looked_up += spec.context_length * spec.width
-    key_width, value_width = _head_widths(spec)
-    attention = 6 * spec.layers * spec.heads * (key_width + value_width) * sequence_length
-    return 6 * (active_parameter_count(spec) - looked_up) + attention
+    return 6 * multiplied_parameters(spec) + 6 * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
 
 
-def _head_widths(spec: ModelSpec) -> tuple[int, int]:
+def head_widths(spec: ModelSpec) -> tuple[int, int]:
+    """The width of a head's queries and keys, and that of its values."""
     if spec.attention == "latent":
         return spec.head_width + spec.rotary_width, spec.value_width or spec.head_width
     return spec.head_width, spec.head_width
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes in GiB, MiB or KiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count / 2**10:,.1f} KiB"
 
 
 def bytes_of(arrays: Any, shardings: Any = None) -> int:
@@ -135,39 +152,233 @@ def estimate(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, dty
     """Bytes that training takes on one device.
 
     Arguments:
-        run: of it the sequence length, the size of micro-batches, `train.remat` and the pipeline's rounds matter.
+        run: its batch sizes, sequence length, `train.remat` and the pipeline's rounds matter.
         spec: the architecture, with its vocabulary.
         run_mesh: the mesh, of devices or abstract.
         state: the plan of the state on that mesh.
         dtype: the type that activations are computed in.
     """
-    share = Share.of(run, spec, run_mesh.sizes, dtype)
     shapes, shardings = state.shapes, state.shardings
     parameters = bytes_of(shapes.params, shardings and shardings.params)
     optimizer = bytes_of((shapes.step, shapes.optimizer), shardings and (shardings.step, shardings.optimizer))
-    gradients = _FLOAT32 * count_of(shapes.params, shardings and shardings.params)
-    if run_mesh.accumulate > 1 and share.stages == 1:
-        gradients *= 2
-    kept = share.tokens * layer_bytes(spec, share, run.train.remat)
-    whole = share.tokens * layer_bytes(spec, share, "none")
-    layer_kernels, other_kernels = _kernels(spec, share, run_mesh.sizes, state)
-    if share.stages == 1:
-        activations = spec.layers * kept
-        kernels = other_kernels + (spec.layers if run.train.remat == "none" else 1) * layer_kernels
-        layer_work = whole
-    else:
-        layers, ticks = _ticks(run, spec, run_mesh)
-        stream = share.tokens * share.stream
-        activations = (ticks + 2 * run_mesh.accumulate) * stream
-        kernels = other_kernels + layers * layer_kernels
-        layer_work = layers * kept + whole
-    head, chunk_work = _head_bytes(run, spec, run_mesh, share)
+    gradients = _gradients(run_mesh, state)
+    share = _share(run, spec, run_mesh.sizes, dtype)
+    activations, layer_work = _activations(run, spec, run_mesh, share)
+    head, chunk_work = _loss(run, spec, run_mesh, share)
     return Estimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=math.ceil(activations),
-        kernels=math.ceil(kernels),
-        head=math.ceil(head),
-        work=math.ceil(max(layer_work, chunk_work)),
+        activations=activations,
+        kernels=_kernels(run, spec, run_mesh, state, share),
+        head=head,
+        work=max(layer_work, chunk_work),
     )
+
+
+def _gradients(run_mesh: RunMesh, state: StatePlan) -> int:
+    size = {
+        part: _FLOAT32 * count_of(leaves, state.shardings and state.shardings.params[part])
+        for part, leaves in state.shapes.params.items()
+    }
+    if run_mesh.accumulate == 1:
+        return sum(size.values())
+    twice = size if run_mesh.sizes["pipeline"] == 1 else {"blocks"}  # elsewhere a pipeline takes micro-batches at once
+    return sum(many * (2 if part in twice else 1) for part, many in size.items())
+
+
+class Share(NamedTuple):
+    """What one device has of a micro-batch and of a layer's inner widths."""
+
+    tokens: int
+    """N."""
+    time: int
+    """T, of the whole sequence."""
+    number: int
+    """s, bytes of an activation."""
+    tensor: int
+    """Devices that share the widths of a layer."""
+    experts: int
+    """Devices that share its experts."""
+    ring: bool
+    """Whether sequences are cut, so that attention goes round a ring and keeps no weights."""
+
+
+def _share(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -> Share:
+    rows = run.micro_batch_size // math.prod(sizes[axis] for axis in ACTIVATIONS["batch"])
+    time = run.train.sequence_length
+    return Share(
+        tokens=rows * time // sizes["context"],
+        time=time,
+        number=jnp.dtype(dtype).itemsize,
+        tensor=sizes["tensor"],
+        experts=sizes["expert"],
+        ring=sizes["context"] > 1,
+    )
+
+
+def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
+    """Bytes that one layer keeps for the backward pass, for each token of a device.
+
+    The sum of what the gradients of `meshwright.models` keep, in numbers a token, s bytes each unless said otherwise:
+
+    - the residual stream where each norm reads it, and what each norm makes: 4 D
+      (and float32 statistics of the norms: 2 each for LayerNorm, 1 for RMSNorm);
+    - attention: queries H C, keys K C, values K E, the output H E twice (once for its own gradient, once as the input
+      of the last product), and the weights H T; no weights in a ring, but their log-sum-exp, H float32. With dropout
+      also the weights before it, in float32, and a byte of mask for each;
+    - latent attention: the latent vectors before and after their norms besides;
+    - feed-forward: 2 F for GELU, F and a byte of mask each for ReLU; for SwiGLU 6 F: both products, the sigmoid, its
+      derivative, SiLU, and what goes into the last product;
+    - experts: for each of a token's J choices its input D, the products of the kernels inward, and its output D in
+      float32; and the router's input in float32;
+    - dropout: 2 D bytes of masks.
+
+    All of it is cut along `tensor`: the residual stream by tokens, the rest by heads and inner widths. `full` keeps the
+    residual stream at the start of the layer alone, D. `products` keeps that and the results of matrix products.
+
+    Compare Korthikanti et al., 2022 ("Reducing Activation Recomputation"): 34 D + 5 H T bytes, in bfloat16 with
+    dropout, where ours are 2 (21 D + H T) without.
+
+    Arguments:
+        spec: the architecture.
+        share: what the device has of it.
+        remat: as in the run file.
+    """
+    stream = spec.width * share.number / share.tensor
+    if remat == "full":
+        return stream
+    parts = (_attention_bytes(spec, share), _feed_forward_bytes(spec, share))
+    if remat == "products":
+        return stream + sum(part.products for part in parts)
+    statistics = 2 * _FLOAT32 * (2 if spec.norm == "layernorm" else 1) / share.tensor
+    masks = 2 * spec.width / share.tensor if spec.dropout else 0
+    return 4 * stream + statistics + masks + sum(part.kept for part in parts)
+
+
+class _Part(NamedTuple):
+    kept: float
+    """Without remat; inputs left out."""
+    products: float
+    """Under `products`."""
+
+
+def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
+    key_width, value_width = head_widths(spec)
+    heads, kv_heads = spec.heads / share.tensor, math.lcm(spec.kv_heads, share.tensor) / share.tensor
+    queries, keys, values = heads * key_width, kv_heads * key_width, kv_heads * value_width
+    latents = (spec.query_latent + spec.kv_latent) / share.tensor if spec.attention == "latent" else 0
+    if spec.dropout:
+        weights = heads * share.time * (share.number + _FLOAT32 + 1)
+    elif share.ring:
+        weights = heads * _FLOAT32
+    else:
+        weights = heads * share.time * share.number
+    kept = queries + keys + values + 2 * heads * value_width + 2 * latents
+    products = queries + keys + values + latents + spec.width / share.tensor
+    return _Part(kept * share.number + weights, products * share.number)
+
+
+def _feed_forward_bytes(spec: ModelSpec, share: Share) -> _Part:
+    after = spec.width * share.number / share.tensor if spec.norm_placement == "post" else 0
+    if not spec.experts:
+        part = _mlp_bytes(spec, share, spec.ffn_width)
+        return _Part(part.kept, part.products + after)
+    shared = _mlp_bytes(spec, share, spec.shared_experts * spec.ffn_width)
+    routed = _experts_bytes(spec, share)
+    return _Part(shared.kept + routed.kept, shared.products + routed.products + after)
+
+
+def _mlp_bytes(spec: ModelSpec, share: Share, width: int) -> _Part:
+    inner = width / share.tensor
+    kept = {"gelu": 2 * share.number, "relu": share.number + 1, "swiglu": 6 * share.number}[spec.activation]
+    return _Part(inner * kept, inner * _inward(spec) * share.number)
+
+
+def _experts_bytes(spec: ModelSpec, share: Share) -> _Part:
+    choices, experts_here = min(spec.experts_per_token, spec.experts), spec.experts / share.experts
+    outputs, router_input = choices * spec.width * _FLOAT32, spec.width * _FLOAT32 * (share.number != _FLOAT32)
+    if spec.capacity_factor:
+        rows = expert_room(spec, share.time) * spec.experts / share.time
+        inner = _mlp_bytes(spec, share, spec.ffn_width)
+    else:
+        # Each of the devices that share the experts may send all its tokens to this one.
+        rows = choices if share.experts == 1 else share.experts * min(choices, experts_here)
+        products = _inward(spec) * spec.ffn_width * share.number / share.tensor
+        inner = _Part(products, products)
+    kept = rows * (spec.width * share.number + inner.kept) + outputs + router_input
+    return _Part(kept, rows * inner.products + choices * spec.width * share.number)
+
+
+def _inward(spec: ModelSpec) -> int:
+    return 2 if spec.activation == "swiglu" else 1
+
+
+def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
+    """What is kept for the backward pass, and what the backward pass of a layer works with.
+
+    A layer works with what it keeps without remat, gradients taking the place of what they are the gradients of, and
+    with four times the residual stream, uncut; with dropout also with random numbers, 32 bytes for each weight.
+
+    In a pipeline, where a stage's work is done again in the backward pass, each tick keeps the residual stream alone,
+    and each micro-batch besides, where it goes in and where it comes out; what the layers of one tick keep is work.
+    """
+    kept = share.tokens * layer_bytes(spec, share, run.train.remat)
+    random = 32 * spec.heads / share.tensor * share.time if spec.dropout else 0
+    work = share.tokens * (layer_bytes(spec, share, "none") + 4 * spec.width * share.number + random)
+    stages = run_mesh.sizes["pipeline"]
+    if stages == 1:
+        return math.ceil(spec.layers * kept), math.ceil(work)
+    ticks = run_mesh.accumulate * run_mesh.rounds + stages - 1
+    passed_on = (ticks + 2 * run_mesh.accumulate) * share.tokens * spec.width * share.number
+    return passed_on, math.ceil(_layers_at_a_time(spec, run_mesh) * kept + work)
+
+
+def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:
+    return spec.layers // (run_mesh.sizes["pipeline"] * run_mesh.rounds)
+
+
+def _loss(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
+    """The head's part and a chunk's work: `2 N D s + 4 D V`, and for a chunk of c tokens `8 c V`."""
+    sizes = run_mesh.sizes
+    tokens, vocab = share.tokens, -(-spec.vocab_size // share.tensor)
+    if sizes["pipeline"] > 1:
+        time_shares = run_mesh.loss_shares(run)[1] // sizes["context"]
+        tokens = run_mesh.accumulate * share.tokens // time_shares
+    head = 2 * tokens * spec.width * share.number + _FLOAT32 * spec.width * vocab
+    return head, 2 * _FLOAT32 * min(CHUNK, tokens) * vocab
+
+
+def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, share: Share) -> int:
+    """Float32 parameters as they are multiplied.
+
+    Along `fsdp` each layer is gathered, and kept for the backward pass unless remat has it gathered again; the tables
+    and the head are gathered for the whole step. Elsewhere, where a layer isn't cut along `tensor`, kernels with one
+    input are joined.
+    """
+    layers = _layers_at_a_time(spec, run_mesh) if run.train.remat == "none" else 1
+    if all(run_mesh.sizes[axis] == 1 for axis in GATHERED):
+        return layers * _FLOAT32 * (_joined(spec) if share.tensor == 1 else 0)
+    gathered = {**run_mesh.sizes, **dict.fromkeys(GATHERED, 1)}
+    specs = specs_of(state.axes, gathered, spec)
+    size = {
+        part: _FLOAT32 * count_of(leaves, jax.tree.map(run_mesh.sharding, specs[part], is_leaf=_is_spec))
+        for part, leaves in state.shapes.params.items()
+    }
+    here = spec.layers // run_mesh.sizes["pipeline"]
+    return size.pop("blocks", 0) * layers // here + sum(size.values())
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, jax.sharding.PartitionSpec)
+
+
+def _joined(spec: ModelSpec) -> int:
+    key_width, value_width = head_widths(spec)
+    gate_and_up = 2 * spec.width * spec.ffn_width if spec.activation == "swiglu" else 0
+    gate_and_up *= spec.shared_experts if spec.experts else 1
+    if spec.attention == "heads":
+        return gate_and_up + spec.width * key_width * (spec.heads + 2 * spec.kv_heads)
+    queries = spec.query_latent or spec.heads * key_width
+    inputs = spec.width * (queries + spec.kv_latent + spec.rotary_width)
+    return gate_and_up + inputs + spec.kv_latent * spec.heads * (spec.head_width + value_width)

@@ -57,7 +57,7 @@ def expert_parallel(x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Arra
 
 def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     sizes = jax.sharding.get_abstract_mesh().shape
-    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)  # JAX 0.10 can't sum along axes of one device alone
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
     while size % math.prod(sizes[axis] for axis in axes):
         axes = axes[:-1]
     return axes

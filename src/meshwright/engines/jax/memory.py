@@ -7,7 +7,8 @@ third of a small model's step. Told to keep what was freed, and to use large pag
 
 import ctypes
 import os
-from importlib.metadata import entry_points
+
+from meshwright.launch.devices import on_cpu
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 _MADV_HUGEPAGE = 14  # <sys/mman.h>
@@ -25,7 +26,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it was done: only glibc (Linux) can.
     """
-    if os.environ.get("MESHWRIGHT_MALLOC") == "default" or not _cpu_alone():
+    if os.environ.get("MESHWRIGHT_MALLOC") == "default" or not on_cpu():
         return False
     try:
         libc = ctypes.CDLL(None)
@@ -43,8 +44,3 @@ def keep_freed_memory() -> bool:
         madvise(start, (pool + _POOL_BYTES - start) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
         free(pool)
     return True
-
-
-def _cpu_alone() -> bool:
-    # Asking JAX itself would start its threads.
-    return os.environ.get("JAX_PLATFORMS") == "cpu" or not entry_points(group="jax_plugins")

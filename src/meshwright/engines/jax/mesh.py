@@ -3,6 +3,8 @@
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,6 +67,8 @@ def check_mesh(run: Run, spec: ModelSpec, sizes: dict[str, int]) -> None:
         ("tensor", "model.heads", spec.heads),
         ("tensor", "model.ffn_width", spec.ffn_width),
         ("fsdp", "model.width", spec.width),
+        ("fsdp", "model.kv_latent", spec.kv_latent),
+        ("fsdp", "model.query_latent", spec.query_latent),
         ("expert", "model.experts", spec.experts),
         ("pipeline", "model.layers", spec.layers),
     ):
@@ -133,31 +137,28 @@ class RunMesh:
         if self.sizes["context"] > 1:
             order_T = zigzag_order(batch.inputs_BT.shape[1], self.sizes["context"])
             by_micro_batch = jax.tree.map(lambda x: x[..., order_T], by_micro_batch)
-        return jax.tree.map(self._place, by_micro_batch)
+        return jax.tree.map(partial(self._place, NamedSharding(self.mesh, _BATCH)), by_micro_batch)
 
     def to_agree_on(self, number: int) -> jax.Array | None:
         """A number of this process beside those of the others, `[devices]`; None where there are no others."""
-        if jax.process_count() == 1:
+        if self.mesh is None or jax.process_count() == 1:
             return None
-        everywhere = NamedSharding(self.mesh, PartitionSpec(MESH_AXES))
-        return jax.make_array_from_callback(
-            (self.mesh.size,), everywhere, lambda index: np.full(len(range(self.mesh.size)[index[0]]), number, np.int32)
-        )
+        each_its_own = NamedSharding(self.mesh, PartitionSpec(MESH_AXES))
+        return jax.make_array_from_callback((self.mesh.size,), each_its_own, lambda _: np.full(1, number, np.int32))
 
     def abstract_batch(self, run: Run) -> Batch:
         """The shapes of what `place` gives."""
         shape = (self.accumulate, run.micro_batch_size, run.train.sequence_length)
         sharding = self.sharding(_BATCH)
         kinds = (np.int32, np.int32, np.float32)
-        return Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in kinds))
+        return Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in kinds))  # type: ignore[arg-type]
 
-    def _place(self, x_ART: np.ndarray) -> jax.Array:
-        sharding = NamedSharding(self.mesh, _BATCH)
+    def _place(self, sharding: NamedSharding, x_ART: np.ndarray) -> jax.Array:
         shares = math.prod(self.sizes[axis] for axis in ACTIVATIONS["batch"])
         micro = x_ART.shape[1] * shares // self._shares_here(shares)
         mine = self._rows_of_micro_batch(micro)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             first, last, _ = index[1].indices(micro)
             start = int(np.searchsorted(mine, first))
             return x_ART[index[0], start : start + last - first, index[2]]
@@ -172,7 +173,7 @@ class RunMesh:
             return np.arange(micro)
         sharding = NamedSharding(self.mesh, PartitionSpec(ACTIVATIONS["batch"]))
         cuts = sharding.addressable_devices_indices_map((micro,)).values()
-        return np.unique(np.concatenate([np.arange(micro)[cut] for (cut,) in cuts]))
+        return np.unique(np.concatenate([np.arange(micro)[cut] for cut in cuts]))
 
 
 def make_run_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> RunMesh:

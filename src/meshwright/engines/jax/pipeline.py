@@ -72,7 +72,7 @@ def pipelined(
         here = stage_number[0]
         params_R = jax.tree.map(lambda leaf: leaf.reshape(rounds, run, *leaf.shape[1:]), params)
 
-        def keep(waiting_A: jax.Array, arrived: jax.Array, tick: jax.Array) -> jax.Array:
+        def keep(waiting_A: jax.Array, arrived: jax.Array, tick: jax.Array | int) -> jax.Array:
             item = tick - stages  # what the last stage sent in the tick before
             kept = jax.lax.dynamic_update_index_in_dim(waiting_A, arrived, item % micro_batches, 0)
             return jnp.where(item >= 0, kept, waiting_A)

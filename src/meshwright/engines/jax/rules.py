@@ -8,6 +8,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
     "experts": ("expert",),
     "width": ("fsdp",),
+    "latent": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

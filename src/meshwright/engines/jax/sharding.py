@@ -72,7 +72,7 @@ def pad_vocab(params: Any, axes: dict, rows: int) -> Any:
     return jax.tree.map(pad, axes, params, is_leaf=_is_axes)
 
 
-def state_shardings(state: Any, params: Any, shardings: Any, rest: NamedSharding) -> Any:
+def state_shardings(state: Any, params: Any, shardings: Any, rest: NamedSharding | None) -> Any:
     """How each array of a training state lies: one made after a parameter lies as it does.
 
     Arguments:
@@ -87,7 +87,7 @@ def state_shardings(state: Any, params: Any, shardings: Any, rest: NamedSharding
         for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
     }
 
-    def choose(path: tuple, leaf: Any) -> NamedSharding:
+    def choose(path: tuple, leaf: Any) -> NamedSharding | None:
         names = _names(path)
         for start in range(len(names)):
             shape, sharding = known.get(names[start:], (None, rest))

@@ -24,8 +24,8 @@ from meshwright.models.spec import ModelSpec
 
 Params = Any
 
-# Tokens whose scores are made at a time: they stay in a CPU's cache, and spare an accelerator's memory.
-_CHUNK = 512
+CHUNK = 512
+"""Tokens whose scores are made at a time: they stay in a CPU's cache, and spare an accelerator's memory."""
 
 
 class TrainState(NamedTuple):
@@ -55,7 +55,7 @@ class Update(NamedTuple):
 
 
 Metric = Callable[[Update], jax.Array]
-Loss = Callable[[Params, Batch, jax.Array | None], LossSum]
+Loss = Callable[..., LossSum]
 
 
 def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh, dtype: jnp.dtype) -> Loss:
@@ -101,7 +101,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
             Head(*model.head_weights()),
             jnp.asarray(batch.targets_BT),
             jnp.asarray(batch.weights_BT),
-            chunk=_CHUNK,
+            chunk=CHUNK,
             vocab=spec.vocab_size,
             shares=shares,
         )
