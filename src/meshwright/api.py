@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from meshwright.engines.jax.engine import ModelMaker
     from meshwright.engines.jax.step import Metric
+    from meshwright.plan import Plan
 
 
 def prepare(run: Run, *, source: Source | None = None, console: Console | None = None) -> Store:
@@ -93,6 +94,27 @@ def train(
         return trainer.train(run, make_engine, console, source, group)
     finally:
         console.close()
+
+
+def plan(run: Run, *, devices: int | None = None, compiled: bool = True) -> "Plan":
+    """Find out how a run would lie on its devices and what it would take; nothing is prepared or allocated.
+
+    Arguments:
+        run: a checked run file.
+        devices: how many the run is to have; None: as many as it would have here.
+        compiled: whether to compile the train step, for XLA's count of its memory.
+
+    Returns:
+        The numbers; `print` it for all of them in words.
+
+    Raises:
+        UserError: the mesh fits neither the devices nor the model or the batch, or the tokenizer can't be had.
+    """
+    from meshwright.plan import make_plan
+
+    if run.launch.kind == "local":
+        prepare_devices(run)
+    return make_plan(run, devices=devices, compiled=compiled)
 
 
 def open_run(path: str | Path, *, checkpoint: str | int = "newest", model: "ModelMaker | None" = None) -> "TrainedRun":

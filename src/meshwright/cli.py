@@ -70,6 +70,24 @@ def prepare(run_file: str, overrides: tuple[str, ...]) -> None:
 @main.command()
 @RUN_FILE
 @OVERRIDES
+@click.option("--devices", type=click.IntRange(min=1), help="How many the run is to have.  [default: what is here]")
+@click.option("--compile/--no-compile", "compiled", default=True, help="Compile the step, for XLA's count of memory.")
+def plan(run_file: str, overrides: tuple[str, ...], devices: int | None, compiled: bool) -> None:
+    """Say how a run would lie on its devices, and what memory and work it takes; nothing is allocated.
+
+    \b
+    Example:
+      meshwright plan examples/stdlib.toml --devices 64 mesh.fsdp=8 mesh.tensor=8
+    """
+    from meshwright.api import plan
+    from meshwright.config import load_run
+
+    click.echo(plan(load_run(run_file, overrides), devices=devices, compiled=compiled))
+
+
+@main.command()
+@RUN_FILE
+@OVERRIDES
 def train(run_file: str, overrides: tuple[str, ...]) -> None:
     """Train; prepares the data if needed, and goes on where it stopped.
 

@@ -21,6 +21,7 @@ FAMILIES = {
         "ffn_width": 32,
     },
 }
+FAMILIES["moe-capacity"] = {**FAMILIES["moe"], "capacity_factor": 1.0}
 
 
 class Layout(NamedTuple):
@@ -74,5 +75,6 @@ def cases(family: str) -> list[tuple[Layout, int]]:
         for layout in LAYOUTS
         for accumulate in ACCUMULATIONS
         if ("expert" not in layout.mesh or "moe" in family)
+        and (family != "moe-capacity" or {"expert", "context"} & layout.mesh.keys())
         and ("pipeline_rounds" not in layout.mesh or accumulate >= layout.mesh["pipeline"])
     ]

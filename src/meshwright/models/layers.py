@@ -22,7 +22,9 @@ class Linear(nnx.Module):
         std: standard deviation of the normal distribution that the kernel starts from.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, axes: tuple[str | None, str | None], *, bias: bool, std: float, rngs: nnx.Rngs):
+    def __init__(
+        self, fan_in: int, fan_out: int, axes: tuple[str | None, str | None], *, bias: bool, std: float, rngs: nnx.Rngs
+    ):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (fan_in, fan_out)), axes=axes)
         self.bias = nnx.Param(jnp.zeros(fan_out), axes=axes[1:]) if bias else None
 

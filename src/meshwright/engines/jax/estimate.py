@@ -267,7 +267,8 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
     key_width, value_width = head_widths(spec)
     heads, kv_heads = spec.heads / share.tensor, math.lcm(spec.kv_heads, share.tensor) / share.tensor
     queries, keys, values = heads * key_width, kv_heads * key_width, kv_heads * value_width
-    latents = (spec.query_latent + spec.kv_latent) / share.tensor if spec.attention == "latent" else 0
+    latent = spec.attention == "latent"
+    latents = (spec.query_latent + spec.kv_latent) / share.tensor if latent else 0
     if spec.dropout:
         weights = heads * share.time * (share.number + _FLOAT32 + 1)
     elif share.ring:
@@ -276,6 +277,8 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
         weights = heads * share.time * share.number
     kept = queries + keys + values + 2 * heads * value_width + 2 * latents
     products = queries + keys + values + latents + spec.width / share.tensor
+    if latent:  # the rotated part of the keys is one for all heads
+        products -= (heads - 1 / share.tensor) * spec.rotary_width
     return _Part(kept * share.number + weights, products * share.number)
 
 
@@ -297,7 +300,9 @@ def _mlp_bytes(spec: ModelSpec, share: Share, width: int) -> _Part:
 
 def _experts_bytes(spec: ModelSpec, share: Share) -> _Part:
     choices, experts_here = min(spec.experts_per_token, spec.experts), spec.experts / share.experts
-    outputs, router_input = choices * spec.width * _FLOAT32, spec.width * _FLOAT32 * (share.number != _FLOAT32)
+    outputs, router_input = choices * spec.width * _FLOAT32, 0
+    if share.number != _FLOAT32:  # beside what the norm made where that is needed too, else in its place
+        router_input = spec.width * (_FLOAT32 if spec.shared_experts else _FLOAT32 - share.number)
     if spec.capacity_factor:
         rows = expert_room(spec, share.time) * spec.experts / share.time
         inner = _mlp_bytes(spec, share, spec.ffn_width)

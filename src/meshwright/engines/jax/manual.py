@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
@@ -58,4 +59,8 @@ def _summed(gradient: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> 
     # Each shard has used an argument that isn't cut along an axis: their gradients add up.
     named = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
     same = tuple(axis for axis in axes if axis not in named)
-    return jax.lax.psum(gradient, same) if same else gradient
+    if not same:
+        return gradient
+    return jax.lax.psum(gradient.astype(jnp.float32), same).astype(
+        gradient.dtype
+    )  # XLA's CPU backend can't in bfloat16

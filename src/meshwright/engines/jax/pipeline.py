@@ -92,17 +92,20 @@ def pipelined(
             to_next = [(source, (source + 1) % stages) for source in range(stages)]
             return (jax.lax.ppermute(y_BTD, AXIS, to_next), waiting_A), routing_R
 
+        starts_A = starts_A._replace(x_BTD=starts_A.x_BTD.astype(dtype))
         empty = (jnp.zeros_like(starts_A.x_BTD[0]), jnp.zeros_like(starts_A.x_BTD))
         ticks = items + stages - 1
         (arrived, waiting_A), routing = jax.lax.scan(work, empty, jnp.arange(ticks))
         done_A = keep(waiting_A, arrived, ticks)  # the last round's end at the first stage
-        done_A = jax.lax.psum(jnp.where(here == 0, done_A, 0), AXIS)
+        done_A = jax.lax.psum(jnp.where(here == 0, done_A.astype(jnp.float32), 0), AXIS)
         routing = jax.tree.map(lambda leaf: leaf.sum(axis=0).reshape(rounds * run, *leaf.shape[3:]), routing)
-        return done_A, routing
+        return done_A.astype(dtype), routing
 
-    cut, same = PartitionSpec(AXIS), PartitionSpec()
+    # What goes in whole has its gradient summed over the stages: in float32, since XLA's CPU backend can't in bfloat16.
+    dtype, cut, same = starts_A.x_BTD.dtype, PartitionSpec(AXIS), PartitionSpec()
     starts_A = starts_A._replace(
-        dropout_keys_LB=None if starts_A.dropout_keys_LB is None else jax.random.key_data(starts_A.dropout_keys_LB)
+        x_BTD=starts_A.x_BTD.astype(jnp.float32),
+        dropout_keys_LB=None if starts_A.dropout_keys_LB is None else jax.random.key_data(starts_A.dropout_keys_LB),
     )
     run_stages = jax.shard_map(
         stage, in_specs=(cut, cut, same), out_specs=(same, cut), axis_names={AXIS}, check_vma=False
