@@ -35,7 +35,17 @@ MISTAKES = [
     ),
     ({"data": {"validation": True}}, r"data\.validation = True: must be a share .*, or the name of a source"),
     ({"engine": "torch"}, r"engine = 'torch': must be 'jax'"),
-    ({"mesh": {"tensor": 2}}, r"mesh\.tensor: unknown key"),
+    ({"mesh": {"tensr": 2}}, r"mesh\.tensr: unknown key; did you mean 'tensor'\?"),
+    ({"mesh": {"fsdp": 0}}, r"mesh\.fsdp = 0: must be a positive number, or -1 for all devices that are left"),
+    ({"mesh": {"fsdp": -1}}, r"mesh\.fsdp = -1: only one size may be -1, and mesh\.data is; give it a number"),
+    ({"mesh": {"pipeline_rounds": 2}}, r"mesh\.pipeline_rounds = 2: needs mesh\.pipeline of 2 or more"),
+    ({"launch": {"workers": 2}}, r"launch\.workers = 2: needs launch\.kind = \"processes\""),
+    ({"train": {"remat": "some"}}, r"train\.remat = 'some': must be 'none', 'full' or 'products'"),
+    (
+        {"model": {"preset": "moe-tiny", "experts": 2, "experts_per_token": 3}},
+        r"model\.experts_per_token = 3 must not exceed experts = 2",
+    ),
+    ({"model": {"preset": "deepseek-tiny", "kv_latent": 0}}, r"model\.attention = \"latent\" needs kv_latent > 0"),
     ({"name": "a/b"}, r"name = 'a/b': must be letters, digits, '\.', '_' and '-', the first"),
     ({"train": 3}, r"train = 3: must be a section, \[train\]"),
 ]
@@ -110,4 +120,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) == 60
+    assert count(Run) == 82

@@ -129,7 +129,7 @@ def make_plan(run: Run, *, devices: int | None = None, compiled: bool = True) ->
         estimate=estimate(run, spec, mesh, state, dtype),
         xla_bytes=xla_bytes,
         xla_missing=missing,
-        memory=device_memory() if devices == here else None,
+        memory=device_memory(run.launch.workers) if devices == here else None,
     )
 
 

@@ -289,8 +289,9 @@ def evaluates(run: Run, store: Store) -> bool:
 
 def _header(run: Run, engine: Engine, store: Store, tokenizer: Tokenizer) -> dict[str, str]:
     t, split = run.train, store.split("train")
+    active = f", {engine.active_parameters:,} active" if engine.active_parameters < engine.parameters else ""
     return {
-        "model": f"{run.model.preset}, {engine.parameters:,} parameters",
+        "model": f"{run.model.preset}, {engine.parameters:,} parameters{active}",
         "engine": f"{run.engine} on {engine.description}",
         "data": f"{run.data.train}: {split.token_count:,} tokens, vocabulary {tokenizer.vocab_size:,}",
         "batch": f"{t.batch_size} sequences of {t.sequence_length} = {t.batch_size * t.sequence_length:,} tokens",

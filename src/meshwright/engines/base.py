@@ -29,6 +29,8 @@ class Engine(Protocol):
     """Which rows of each global batch this process must supply, in order."""
     parameters: int
     """How many parameters the model has."""
+    active_parameters: int
+    """How many of them take part in the computation of one token: fewer where there are experts."""
     description: str
     """The devices and types in a few words, for people."""
     identity: dict[str, str]

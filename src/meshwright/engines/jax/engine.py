@@ -18,7 +18,7 @@ from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.state import ModelMaker
 from meshwright.engines.jax.step import Metric, Params
 from meshwright.errors import UserError
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.spec import ModelSpec
 
 RESERVED_METRICS = {
@@ -56,7 +56,9 @@ class JaxEngine:
             run, spec, model=model, optimizer=optimizer, metrics=metrics, training=training
         )
         self.rows = program.mesh.rows(run.train.batch_size)
-        self.parameters = program.state.parameters
+        self.parameters = self.active_parameters = program.state.parameters
+        if spec.experts:
+            self.active_parameters = active_parameter_count(spec)
         self.description = f"{_devices()}, {jnp.dtype(program.dtype).name}{_mesh_in_words(program.mesh.sizes)}"
         self.identity = {
             "model": getattr(model, "__qualname__", repr(model)),

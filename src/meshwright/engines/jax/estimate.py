@@ -359,11 +359,12 @@ def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, sha
 
     Along `fsdp` each layer is gathered, and kept for the backward pass unless remat has it gathered again; the tables
     and the head are gathered for the whole step. Elsewhere, where a layer isn't cut along `tensor`, kernels with one
-    input are joined.
+    input are joined; XLA joins them again for the backward pass where layers are unrolled.
     """
     layers = _layers_at_a_time(spec, run_mesh) if run.train.remat == "none" else 1
     if all(run_mesh.sizes[axis] == 1 for axis in GATHERED):
-        return layers * _FLOAT32 * (_joined(spec) if share.tensor == 1 else 0)
+        kept = layers if run.train.scan_layers else 1
+        return kept * _FLOAT32 * (_joined(spec) if share.tensor == 1 else 0)
     gathered = {**run_mesh.sizes, **dict.fromkeys(GATHERED, 1)}
     specs = specs_of(state.axes, gathered, spec)
     size = {

@@ -46,7 +46,7 @@ def fitting_train_step(program: Program, *, training: bool = True) -> Callable[.
     """The train step of a program, compiled as soon as it is certain that the state fits.
 
     Compiling ahead costs no time: what is compiled is what trains. It is left out where the memory of the devices isn't
-    known, where the program isn't to train, and among several processes.
+    known, and where the program isn't to train.
 
     Arguments:
         program: of a run.
@@ -59,7 +59,7 @@ def fitting_train_step(program: Program, *, training: bool = True) -> Callable[.
     if memory is None:
         return program.train_step
     check_state(program, memory)
-    if not training or jax.process_count() > 1:
+    if not training:
         return program.train_step
     try:
         compiled = program.compile_train_step()
@@ -98,9 +98,9 @@ def _too_large(program: Program, needed: str, memory: int) -> UserError:
     run = program.run
     remat = "" if run.train.remat == "full" else f', set train.remat = "full" (it is "{run.train.remat}")'
     return UserError(
-        f"train.micro_batch_size = {run.micro_batch_size}: the compiled train step takes {needed} on each device, which "
-        f"has {human_bytes(memory)}; lower it{remat}, or raise mesh.fsdp = {program.mesh.sizes['fsdp']}. By estimate, "
-        f"training takes {_by_kind(_estimate(program))}"
+        f"train.micro_batch_size = {run.micro_batch_size}: the compiled train step takes {needed} on each device, "
+        f"which has {human_bytes(memory)}; lower it{remat}, or raise mesh.fsdp = {program.mesh.sizes['fsdp']}. "
+        f"By estimate, training takes {_by_kind(_estimate(program))}"
     )
 
 

@@ -55,8 +55,10 @@ def pipelined(
     micro_batches = starts_A.x_BTD.shape[0]
     items = micro_batches * rounds
 
-    def run_layers(params: Any, start: Start, first_layer: jax.Array) -> tuple[jax.Array, Routing | None]:
-        keys_LB = start.dropout_keys_LB
+    def run_layers(
+        params_R: Any, turn: jax.Array, start: Start, first_layer: jax.Array
+    ) -> tuple[jax.Array, Routing | None]:
+        params, keys_LB = _at(params_R, turn), start.dropout_keys_LB  # taken in here, so that no tick keeps a copy
         if keys_LB is not None:
             keys_LB = jax.random.wrap_key_data(jax.lax.dynamic_slice_in_dim(keys_LB, first_layer, run))
 
@@ -86,7 +88,7 @@ def pipelined(
             first_x = jnp.where(turn == 0, start.x_BTD, waiting_A[micro_batch])
             x_BTD = jnp.where(here == 0, first_x, arrived)
             first_layer = (turn * stages + here) * run
-            y_BTD, routing = run_layers(_at(params_R, turn), start._replace(x_BTD=x_BTD), first_layer)
+            y_BTD, routing = run_layers(params_R, turn, start._replace(x_BTD=x_BTD), first_layer)
             busy = item == tick - here
             routing_R = jax.tree.map(lambda leaf: _one_hot(turn, rounds, leaf, busy), routing)
             to_next = [(source, (source + 1) % stages) for source in range(stages)]

@@ -79,7 +79,7 @@ class Program:
         state = self.state.shapes
         if self.state.shardings is not None:
             state = jax.tree.map(_laid, state, self.state.shardings)
-        return self.train_step.compile(state, self.mesh.abstract_batch(self.run), None)
+        return self.train_step.compile(state, self.mesh.abstract_batch(self.run), self.mesh.to_agree_on(0))
 
 
 class OnMesh:

@@ -181,7 +181,9 @@ def _summed(f: Callable[..., Any], run_mesh: RunMesh, batch: Batch, keys_AM: jax
     ones = jax.tree.map(lambda x: x[:, None], (batch, keys_AM))
 
     def add(sums: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, f(*one)), None
+        # The barrier keeps XLA (seen on GPUs, JAX 0.11.2) from moving the sum over the mesh out of this loop: it then
+        # got the gradient of the embedding wrong.
+        return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(f(*one))), None
 
     like = jax.eval_shape(f, *jax.tree.map(lambda x: x[0], ones))
     return jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), ones)[0]
