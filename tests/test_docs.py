@@ -35,6 +35,7 @@ def load(path: Path):
 tour = load(ROOT / "benchmarks/readme_tour.py")
 run_file_page = load(DOCS / "render_run_file.py")
 performance_page = load(DOCS / "render_performance.py")
+parity_page = load(DOCS / "render_parity.py")
 
 
 def commands(page: str) -> list[str]:
@@ -175,6 +176,17 @@ def test_performance_page_is_current():
     assert performance_page.render(page) == page, "run: python docs/render_performance.py"
 
 
+def test_parity_page_is_current_and_within_the_tolerances():
+    import json
+
+    page = parity_page.PAGE.read_text(encoding="utf-8")
+    assert parity_page.render(page) == page, "run: python docs/render_parity.py"
+    rows = json.loads((ROOT / "benchmarks/results/parity.json").read_text())["rows"]
+    assert len(rows) > 200
+    for row in rows:
+        assert row["loss"] < 1e-5 and row["gradient"] < 1e-4 and row["param"] < 1e-4, row
+
+
 def test_performance_page_holds_what_was_aimed_at():
     """The aims of the project's CPU benchmarks, read off the recorded results."""
     import json
@@ -291,14 +303,14 @@ def test_own_model_is_what_was_trained(extended):
     spec = trained.run.model.spec.model_copy(update={"layers": 1})
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, spec.width)), jnp.float32)
     block = names["ParallelBlock"](spec, rngs=nnx.Rngs(0))
-    from meshwright.models.attention import rotary_angles
+    from meshwright.models.attention import Places, rotary_angles
 
     positions_BT = jnp.arange(4)[None]
-    rotary = rotary_angles(positions_BT, spec.head_width, spec.rope_theta)
-    got, _ = block(x_BTD, positions_BT, rotary)
-    attended, _ = block.attention(block.attention_norm(x_BTD), positions_BT, rotary)
+    places = Places(positions_BT, jnp.arange(4), rotary_angles(positions_BT, spec.head_width, spec.rope_theta))
+    got, _, _ = block(x_BTD, places)
+    attended, _ = block.attention(block.attention_norm(x_BTD), places)
     np.testing.assert_allclose(got, x_BTD + attended + block.mlp(block.mlp_norm(x_BTD)), rtol=1e-6, atol=1e-6)
-    sequential, _ = names["Block"].__call__(block, x_BTD, positions_BT, rotary)
+    sequential, _, _ = names["Block"].__call__(block, x_BTD, places)
     assert jnp.abs(got - sequential).max() > 1e-5
 
 

@@ -251,7 +251,7 @@ def test_the_example_in_three_dimensions(here):
     """`examples/moe-3d.toml` as it is, but smaller."""
     small = (
         *("data.train=texts", "data.validation=0.2", "tokenizer.kind=bytes", "schedule.warmup_steps=2"),
-        *("train.steps=6", "train.eval_every=6", "train.eval_batches=2", "train.sample_every=0"),
+        *("train.steps=6", "train.log_every=1", "train.eval_every=6", "train.eval_batches=2", "train.sample_every=0"),
         *("train.sequence_length=32", "model.width=32", "model.ffn_width=32", "model.head_width=8"),
         *("model.rotary_width=4", "model.kv_latent=16", "model.query_latent=16"),
     )

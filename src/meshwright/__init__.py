@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.api import TrainedRun as TrainedRun
     from meshwright.api import open_run as open_run
+    from meshwright.api import plan as plan
     from meshwright.api import prepare as prepare
     from meshwright.api import train as train
     from meshwright.config import Run as Run
@@ -35,6 +36,7 @@ _HOMES = {
     "make_console": "track.console",
     "TrainedRun": "api",
     "open_run": "api",
+    "plan": "api",
     "prepare": "api",
     "train": "api",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "make_console",
     "make_run",
     "open_run",
+    "plan",
     "prepare",
     "train",
 ]

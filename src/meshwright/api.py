@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from meshwright.engines.jax.engine import ModelMaker
     from meshwright.engines.jax.step import Metric
-    from meshwright.plan import Plan
+    from meshwright.planning import Plan
 
 
 def prepare(run: Run, *, source: Source | None = None, console: Console | None = None) -> Store:
@@ -110,7 +110,7 @@ def plan(run: Run, *, devices: int | None = None, compiled: bool = True) -> "Pla
     Raises:
         UserError: the mesh fits neither the devices nor the model or the batch, or the tokenizer can't be had.
     """
-    from meshwright.plan import make_plan
+    from meshwright.planning import make_plan
 
     if run.launch.kind == "local":
         prepare_devices(run)

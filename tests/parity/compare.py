@@ -17,8 +17,8 @@ def compare(one: dict[str, np.ndarray], many: dict[str, np.ndarray]) -> dict[str
 
     Returns:
         `loss` and `eval`: relative; `initial`, `gradient` and `param`: norm of the difference over norm, of the worst
-        tensor; the same with `_cosine`, the smallest; `worst`: that tensor's name; `ratio`: of the gradients' norms,
-        where furthest from 1.
+        tensor; the same with `_cosine`, the smallest; `worst`: the tensor with the worst gradient, and `ratio`: of its
+        norms.
     """
     assert one.keys() == many.keys() | {"eval"}
     row: dict[str, Any] = {"loss": 0.0, "initial": 0.0, "gradient": 0.0, "param": 0.0, "worst": "", "ratio": 1.0}
@@ -32,7 +32,9 @@ def compare(one: dict[str, np.ndarray], many: dict[str, np.ndarray]) -> dict[str
             row["loss"] = max(row["loss"], abs(float(many[name]) / float(one[name]) - 1))
         elif rest[0].endswith(EXEMPT) and kind == "gradient":
             scale = np.linalg.norm(one[name.replace("key.bias", "query.bias")])
-            row["gradient"] = max(row["gradient"], float(np.linalg.norm(many[name] - one[name]) / scale))
+            difference = float(np.linalg.norm(many[name] - one[name]) / scale)
+            if difference > row["gradient"]:
+                row |= {"gradient": difference, "worst": rest[0], "ratio": 1.0}
         elif not rest[0].endswith(EXEMPT):
             _add(row, "initial" if step == "0" else kind, rest[0], one[name], many[name])
     return row

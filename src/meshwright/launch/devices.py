@@ -88,6 +88,10 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
     jax.config.update("jax_check_proxy_envs", False)
     # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
     jax.config.update("jax_enable_preemption_service", False)
+    if on_cpu():
+        # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
+        # could be taken for another's: each process might come to it in another order.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
         size,

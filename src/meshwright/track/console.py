@@ -209,7 +209,9 @@ def record_parts(record: Mapping[str, Any]) -> list[str]:
     ):
         if key in record:
             parts.append(form.format(record[key]))
-    return parts + [f"{key} {value:.4g}" for key, value in record.items() if key not in _TRAINING_KEYS]
+    more = {key: value for key, value in record.items() if key not in _TRAINING_KEYS}
+    more = {key: value for key, value in more.items() if not key.startswith("expert_load/")}  # as many as experts
+    return parts + [f"{key} {value:.4g}" for key, value in more.items()]
 
 
 def evaluation_parts(record: Mapping[str, Any]) -> list[str]:
