@@ -1,6 +1,7 @@
 """What the mesh changes: every model on every layout against one device, on virtual CPU devices in float32.
 
     python benchmarks/parity.py            writes results/parity.json (about a quarter of an hour on two cores)
+    python benchmarks/parity.py FOLDER     the same, keeping the runs' results in a folder, and taking those there
 
 The same matrix as `tests/parity`, whose tests refuse what lies beyond the tolerances.
 """
@@ -24,7 +25,8 @@ def main() -> None:
     facts = machine("jax", "flax", "optax")
     wanted = {(family, layout.name, accumulate) for family in FAMILIES for layout, accumulate in cases(family)}
     rows = []
-    with tempfile.TemporaryDirectory(prefix="meshwright-parity-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meshwright-parity-") as temporary:
+        folder = sys.argv[1] if len(sys.argv) > 1 else temporary
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/cache")  # accumulations share some programs
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

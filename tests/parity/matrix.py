@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jobs
 import numpy as np
-from cases import FAMILIES, Layout, cases
+from cases import FAMILIES, ONE, Layout, cases
 from processes import run_processes
 
 WAIT = 1500.0  # a test waits for its case, and the first for all that come before
@@ -21,7 +21,7 @@ class Matrix:
     """The results of cases, worked out in the background, some at a time.
 
     Arguments:
-        folder: where results go.
+        folder: where results go; those already there are taken as they are.
         wanted: family, layout's name and accumulation of each case; one device, against which all are compared, comes
             with each family.
     """
@@ -35,9 +35,10 @@ class Matrix:
         for family in FAMILIES:
             groups = defaultdict(list)
             for layout, accumulate in cases(family):
-                if (family, layout.name, accumulate) in wanted:
+                path = jobs.file_of(folder / family, layout, accumulate)
+                if (family, layout.name, accumulate) in wanted and not path.exists():
                     groups[layout.processes, layout.devices].append(f"{layout.name}/{accumulate}")
-            if groups:
+            if not jobs.file_of(folder / family, ONE, 1).exists():
                 self._jobs.put((family, 1, 1, ["one device/1"]))
             for (processes, devices), names in sorted(groups.items()):
                 self._jobs.put((family, processes, devices, names))
