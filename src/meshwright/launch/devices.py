@@ -12,6 +12,7 @@ from meshwright.errors import UserError
 from meshwright.launch.group import JaxGroup
 
 _HEARTBEAT_SECONDS = 20
+_THREADS = 64
 
 
 def on_cpu() -> bool:
@@ -89,6 +90,9 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
     # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
     jax.config.update("jax_enable_preemption_service", False)
     if on_cpu():
+        # A thread that sends or receives does nothing else. With as many as there are cores, all of a process could wait
+        # for what another one has no thread left to send.
+        os.environ.setdefault("PJRT_NPROC", str(_THREADS))
         # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
         # could be taken for another's: each process might come to it in another order.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
