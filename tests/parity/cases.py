@@ -75,6 +75,6 @@ def cases(family: str) -> list[tuple[Layout, int]]:
         for layout in LAYOUTS
         for accumulate in ACCUMULATIONS
         if ("expert" not in layout.mesh or "moe" in family)
-        and (family != "moe-capacity" or (accumulate == 2 and {"expert", "context"} & layout.mesh.keys()))
+        and (family != "moe-capacity" or (accumulate == 2 and {"expert", "context", "pipeline"} & layout.mesh.keys()))
         and ("pipeline_rounds" not in layout.mesh or accumulate >= layout.mesh["pipeline"])
     ]

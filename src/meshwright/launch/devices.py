@@ -90,8 +90,8 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
     # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
     jax.config.update("jax_enable_preemption_service", False)
     if on_cpu():
-        # A thread that sends or receives does nothing else. With as many as there are cores, all of a process could wait
-        # for what another one has no thread left to send.
+        # A thread that sends or receives does nothing else. With as many as there are cores, all of a process could
+        # wait for what another one has no thread left to send.
         os.environ.setdefault("PJRT_NPROC", str(_THREADS))
         # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
         # could be taken for another's: each process might come to it in another order.

@@ -4,7 +4,7 @@ A model names the axes of its arrays (`"batch"`, `"time"`, `"heads"`, ...) and k
 spreads the arrays over a mesh gives its own `Layout` with `use_layout`, around the trace of what it compiles.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,15 @@ class Layout:
         from meshwright.models.moe import whole_experts
 
         return whole_experts(x_BTD, chosen_BTJ, gates_BTJ, kernels)
+
+    def by_sequence(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        """`f(*arrays)`, where `f` works on each sequence by itself.
+
+        Arguments:
+            f: takes and returns arrays `[B, ...]`.
+            arrays: of floating point, each with its whole sequences at hand.
+        """
+        return f(*arrays)
 
 
 _layout: ContextVar[Layout] = ContextVar("layout", default=Layout())  # noqa: B039  (it has no state)

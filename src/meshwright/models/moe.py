@@ -386,16 +386,29 @@ def experts_with_room(
         The weighed sum over the experts that had room, `[B, T, D]`; and which those are, `[B, T, J]`.
     """
     (batch, _, width), (choices, experts) = x_BTD.shape, (chosen_BTJ.shape[2], kernels.up_EDF.shape[0])
-    rank_R = (order_T[:, None] * choices + jnp.arange(choices)).reshape(-1)
-    place = layout().place
+    place, by_sequence = layout().place, layout().by_sequence
 
     @jax.vmap
-    def of_sequence(expert_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return slots(expert_R, rank_R, experts, room)
+    def slots_of_sequence(expert_TJ: jax.Array, order_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rank_TJ = order_T[:, None].astype(jnp.int32) * choices + jnp.arange(choices)
+        return slots(expert_TJ.astype(jnp.int32).reshape(-1), rank_TJ.reshape(-1), experts, room)
 
-    source_BS, target_BR = of_sequence(chosen_BTJ.reshape(batch, -1))
-    x_BRD = jnp.repeat(x_BTD, choices, axis=1)
-    x_BECD = jax.vmap(move_rows)(x_BRD, source_BS, target_BR).reshape(batch, experts, room, width)
+    def to_slots(x_BTD: jax.Array, *routed: jax.Array) -> jax.Array:
+        return jax.vmap(move_rows)(jnp.repeat(x_BTD, choices, axis=1), *slots_of_sequence(*routed))
+
+    def from_slots(y_BSD: jax.Array, *routed: jax.Array) -> jax.Array:
+        source_BS, target_BR = slots_of_sequence(*routed)
+        return jax.vmap(move_rows)(y_BSD, target_BR, source_BS)
+
+    def has_room(chosen_BTJ: jax.Array, order_BT: jax.Array) -> jax.Array:
+        target_BR = slots_of_sequence(chosen_BTJ, order_BT)[1]
+        return (target_BR < experts * room).astype(jnp.float32).reshape(chosen_BTJ.shape)
+
+    # A sequence is routed whole. Integers go as float32, which holds them exactly.
+    x_BTD, chosen_BTJ = place(x_BTD, "batch", None, None), place(chosen_BTJ, "batch", None, None)
+    order_BT = jnp.broadcast_to(order_T, chosen_BTJ.shape[:2])
+    routed = (chosen_BTJ.astype(jnp.float32), order_BT.astype(jnp.float32))
+    x_BECD = by_sequence(to_slots, x_BTD, *routed).reshape(batch, experts, room, width)
     # Two wishes one after another, so that a mesh goes from the one to the other by exchanging parts.
     x_BECD = place(place(x_BECD, "batch", None, None, None), "batch_beside_experts", "experts", None, None)
     by_expert = jax.vmap(linear, in_axes=(1, 0), out_axes=1)
@@ -403,6 +416,5 @@ def experts_with_room(
     inner_BECF = place(kernels.activated(*products), "batch_beside_experts", "experts", None, "ffn")
     y_BECD = by_expert(inner_BECF, kernels.down_EFD)
     y_BECD = place(place(y_BECD, "batch_beside_experts", "experts", None, None), "batch", None, None, None)
-    y_BRD = jax.vmap(move_rows)(y_BECD.reshape(batch, -1, width), target_BR, source_BS)
-    kept_BTJ = (target_BR < experts * room).reshape(chosen_BTJ.shape)
-    return weighed_sum(y_BRD, gates_BTJ), kept_BTJ
+    y_BRD = by_sequence(from_slots, y_BECD.reshape(batch, -1, width), *routed)
+    return weighed_sum(y_BRD, gates_BTJ), by_sequence(has_room, *routed) > 0.5

@@ -1,5 +1,7 @@
 """How parameters and activations lie on a mesh: the rules of `rules.py`, applied."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.engines.jax.experts import expert_parallel
+from meshwright.engines.jax.manual import manual
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.ring import ring_attention, zigzag_order
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED, PARAMETERS
@@ -169,6 +172,14 @@ class MeshLayout(Layout):
     ) -> jax.Array:
         """See `Layout.experts`: tokens travel to their experts and back."""
         return expert_parallel(x_BTD, chosen_BTJ, gates_BTJ, kernels)
+
+    def by_sequence(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        """See `Layout.by_sequence`: each device works on its own, which XLA can't always be trusted to find out."""
+        axes = ACTIVATIONS["batch"]
+        if arrays[0].shape[0] % math.prod(self._sizes[axis] for axis in axes):
+            return f(*arrays)
+        spec = PartitionSpec(axes)
+        return manual(f, (spec,) * len(arrays), spec, axes)(*arrays)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
