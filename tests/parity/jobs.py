@@ -60,8 +60,11 @@ def make_engine(family: str, layout: Layout, accumulate: int, **model):
         lambda params: {"gradients": jax.tree.map(lambda leaf: leaf * 0, params)},
         lambda gradients, state, params=None: (gradients, {"gradients": gradients}),
     )
+    # Adam's first step is g / (|g| + eps). With the usual 1e-8, an element whose gradient is all but zero makes a step
+    # that rounding decides; with 1e-6 the parameters compare meshes, and not how Adam is conditioned.
+    adamw = optax.adamw(1e-3, b2=0.95, eps=1e-6)
     run = make(family, layout, accumulate, **model)
-    return JaxEngine(run, run.model.spec, optimizer=optax.chain(keep, optax.adamw(1e-3, b2=0.95)))
+    return JaxEngine(run, run.model.spec, optimizer=optax.chain(keep, adamw))
 
 
 def tensors(engine, tree, names_and_axes: list[tuple[str, tuple]]) -> dict[str, np.ndarray]:
