@@ -59,7 +59,7 @@ def losses(model: dict, mesh: dict, batch: int, length: int, micro: int, steps: 
         }
     )
     engine = JaxEngine(run, run.model.spec)
-    found, seconds, memory = [], [], None
+    found, seconds = [], []
     for step in range(steps):
         tokens = np.random.default_rng(step).integers(0, model["vocab_size"], (batch, length + 1)).astype(np.int32)
         data = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.ones((batch, length), np.float32))
