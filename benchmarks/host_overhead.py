@@ -22,7 +22,7 @@ from common import machine, write_results
 
 from meshwright import trainer
 from meshwright.config import Run, make_run
-from meshwright.data.loader import train_batches
+from meshwright.data.loader import TrainData
 from meshwright.data.prepare import prepare
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.track.console import PlainConsole
@@ -47,7 +47,7 @@ class InstantEngine:
     """An engine whose steps cost nothing."""
 
     rows = slice(None)
-    parameters = 0
+    parameters = active_parameters = 0
     description = "nothing"
     identity: ClassVar[dict[str, str]] = {}
 
@@ -55,7 +55,7 @@ class InstantEngine:
         """See `Engine.is_finite`."""
         return True
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Any, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
         return {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 2048.0}
 
@@ -80,9 +80,9 @@ def loop_alone(folder: str, steps: int = 3000) -> float:
 def dispatch(folder: str, steps: int = 100) -> tuple[float, float, float]:
     """Median seconds of a `train_step` call, of the processor and by the clock, and of the whole step."""
     run = a_run(folder, "dispatch", steps)
-    engine, store = JaxEngine(run, run.model.spec.model_copy(update={"vocab_size": 257})), prepare(run)
+    engine = JaxEngine(run, run.model.spec.model_copy(update={"vocab_size": 257}))
     used, kept, taken = [], [], []
-    for batch in train_batches(store, run, 0):
+    for batch in TrainData(prepare(run), run).batches(0):
         start, cpu_start = time.perf_counter(), time.thread_time()
         values = engine.train_step(batch)
         used.append(time.thread_time() - cpu_start)
@@ -100,7 +100,7 @@ def loop_and_bare(folder: str, steps: int = 200) -> tuple[float, float]:
     from meshwright.track.metrics import read_metrics
 
     logged = [record["step_seconds"] for record in read_metrics(f"{folder}/whole/metrics.jsonl")[2:]]
-    engine, batches = JaxEngine(run, spec), list(train_batches(prepare(run), run, 0))
+    engine, batches = JaxEngine(run, spec), list(TrainData(prepare(run), run).batches(0))
     float(engine.train_step(batches[0])["loss"])
     bare = []
     for first in range(0, steps, 10):

@@ -10,15 +10,21 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from meshwright import config
-from meshwright.config import ModelSection, Run, Section
+from meshwright.config import DataSection, MixedSource, ModelSection, Run, Section, SourceKeys, WeightFrom
 from meshwright.models.spec import ModelSpec, presets
 
 PAGE = Path(__file__).with_name("run-file.md")
 
+# Keys that come first in their tables, and the lists of tables by where they stand.
+FIRST: dict[type, tuple[str, ...]] = {ModelSection: ("preset", "init"), DataSection: ("train", "validation")}
+LISTS: dict[str, dict[str, type[Section]]] = {"data": {"[data.train]": MixedSource, "[data.train.later]": WeightFrom}}
+
 
 def keys() -> dict[str, list[dict[str, str]]]:
-    """By section (the top level is the empty name), its keys: `name`, `type`, `default` and `meaning`."""
+    """By section (the top level is the empty name), its keys: `name`, `type`, `default` and `meaning`.
+
+    A list of tables follows the section that it is part of, under its name in brackets.
+    """
     schema = Run.model_json_schema()
     sections: dict[str, list[dict[str, str]]] = {"": []}
     for name, field in Run.model_fields.items():
@@ -26,19 +32,20 @@ def keys() -> dict[str, list[dict[str, str]]]:
         if not (inspect.isclass(section) and issubclass(section, Section | ModelSpec)):
             sections[""].append(_key("", name, schema, Run))
             continue
-        part = schema["$defs"][section.__name__]
-        sections[name] = [_key(name, key, part, section) for key in _in_order(section)]
+        for title, table in {name: section, **LISTS.get(name, {})}.items():
+            part = schema["$defs"][table.__name__]
+            sections[title] = [_key(title, key, part, table) for key in _in_order(table)]
     return sections
 
 
 def _in_order(section: type) -> list[str]:
-    names = list(section.model_fields)
-    return ["preset", "init", *(n for n in names if n not in ("preset", "init"))] if section is ModelSection else names
+    first = FIRST.get(section, ())
+    return [*first, *(name for name in section.model_fields if name not in first)]
 
 
 def _key(section: str, name: str, schema: dict[str, Any], model: type) -> dict[str, str]:
     path = f"{section}.{name}" if section else name
-    own = _docstrings(model).get(name)
+    own = _docstrings(model).get(name) or (_docstrings(SourceKeys).get(name) if model is MixedSource else None)
     if own is None:
         raise ValueError(f"{path}: says nothing of what it means; write a string below the field in config.py")
     facts = schema["properties"][name]
@@ -46,6 +53,8 @@ def _key(section: str, name: str, schema: dict[str, Any], model: type) -> dict[s
         default = "(must be given)"
     elif model is ModelSection and name in ModelSpec.model_fields:
         default = "the preset's"
+    elif facts["default"] is None:
+        default = "as in `[data]`"
     else:
         default = f"`{_toml(facts['default'])}`"
     return {"name": name, "type": _type(facts), "default": default, "meaning": own}
@@ -65,8 +74,10 @@ def _docstrings(model: type) -> dict[str, str]:
 
 
 def _type(facts: dict[str, Any]) -> str:
-    if "anyOf" in facts:
-        return " or ".join(_type(one) for one in facts["anyOf"])
+    if choices := facts.get("anyOf") or facts.get("oneOf"):
+        return " or ".join(_type(one) for one in choices if one.get("type") != "null")
+    if facts.get("type") == "array":
+        return "list of tables" if "$ref" in facts["items"] else f"list of {_type(facts['items'])}s"
     if "const" in facts:
         return f"`{_toml(facts['const'])}`"
     if "enum" in facts:
@@ -86,9 +97,10 @@ def _toml(value: Any) -> str:
 def key_tables() -> str:
     """The tables of all sections, as Markdown."""
     parts = []
+    tables = {name: table for lists in LISTS.values() for name, table in lists.items()}
     for section, rows in keys().items():
         title = f"### `[{section}]`" if section else "### Top level"
-        about = getattr(config.Run.model_fields.get(section), "annotation", None)
+        about = getattr(Run.model_fields.get(section), "annotation", None) or tables.get(section)
         lines = [title, "", inspect.cleandoc(about.__doc__).split("\n")[0] if about else "Above the first section.", ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for row in rows:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers import run_values
 
-from meshwright.config import Run, load_run, make_run
+from meshwright.config import MixedSource, Run, WeightFrom, load_run, make_run
 from meshwright.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +34,18 @@ MISTAKES = [
         r"data\.validation = 1\.5: must be a share .* less than 1, or the name of a source",
     ),
     ({"data": {"validation": True}}, r"data\.validation = True: must be a share .*, or the name of a source"),
+    (
+        {"data": {"train": [{"source": "a", "wieght": 2}]}},
+        r"data\.train\.0\.wieght: unknown key; did you mean 'weight'\?",
+    ),
+    (
+        {"data": {"train": [{"source": "a", "later": [{"step": 3, "wait": 1.0, "weight": 1.0}]}]}},
+        r"data\.train\.0\.later\.0\.wait: unknown key; did you mean 'weight'\?",
+    ),
+    ({"data": {"train": [{"source": "a", "weight": -1}]}}, r"data\.train\.0\.weight = -1: must be greater than or"),
+    ({"data": {"train": [{"weight": 1}]}}, r"data\.train\.0\.source: missing"),
+    ({"data": {"train": []}}, r"data\.train = \[\]: must"),
+    ({"data": {"train": 3}}, r"data\.train = 3: must be a valid string"),
     ({"engine": "torch"}, r"engine = 'torch': must be 'jax'"),
     ({"mesh": {"tensr": 2}}, r"mesh\.tensr: unknown key; did you mean 'tensor'\?"),
     ({"mesh": {"fsdp": 0}}, r"mesh\.fsdp = 0: must be a positive number, or -1 for all devices that are left"),
@@ -120,4 +132,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) == 82
+    assert count(Run) + count(MixedSource) + count(WeightFrom) == 107

@@ -187,7 +187,7 @@ def test_performance_page_holds_what_was_aimed_at():
 
 
 def test_run_file_tables_hold_every_key():
-    from meshwright.config import Run
+    from meshwright.config import MixedSource, Run, WeightFrom
 
     rows = {
         f"{section}.{row['name']}" if section else row["name"]: row
@@ -198,7 +198,17 @@ def test_run_file_tables_hold_every_key():
     expected = set()
     for name in Run.model_fields:
         expected |= {f"{name}.{key}" for key in run[name]} if isinstance(run[name], dict) else {name}
+    expected |= {f"[data.train].{key}" for key in MixedSource.model_fields}
+    expected |= {f"[data.train.later].{key}" for key in WeightFrom.model_fields}
     assert rows.keys() == expected
+    assert rows["[data.train].field"]["meaning"] == rows["data.field"]["meaning"]
+    assert rows["[data.train].include"] | {"meaning": ""} == {
+        "name": "include",
+        "type": "list of strings",
+        "default": "as in `[data]`",
+        "meaning": "",
+    }
+    assert rows["data.train"]["type"] == "string or list of tables"
     assert rows["train.steps"] == {**rows["train.steps"], "type": "integer > 0", "default": "`1000`"}
     assert rows["data.train"]["default"] == "(must be given)"
     assert rows["model.layers"]["default"] == "the preset's"

@@ -63,7 +63,7 @@ def test_a_whole_run():
 def test_bits_per_byte_from_the_documents():
     run = make(train={"eval_every": 12}, tokenizer={"kind": "bpe", "vocab_size": 300})
     outcome, _ = train(run)
-    split = mw.prepare(run).split("validation")
+    split = mw.prepare(run).stores[0].split("validation")
     documents = [path.read_bytes() for path in Path("texts").glob("*.txt")]
     assert 0 < split.byte_count < sum(map(len, documents))
     assert split.token_count < split.byte_count  # pairs were merged, so a token is more than a byte
@@ -138,7 +138,7 @@ def test_a_finished_run_trains_no_more():
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("packing", ["stream", "padded"])
+@pytest.mark.parametrize("packing", ["stream", "packed"])
 def test_killed_anywhere_goes_on_bit_for_bit(packing, tmp_path):
     """SIGKILL at random moments, most of them while a save is under way; then the same command again."""
     values = run_values(
@@ -292,7 +292,7 @@ def test_never_starts_over_when_no_checkpoint_can_be_read():
         ({"tokenizer": {"kind": "bpe", "vocab_size": 300}}, "tokenizer (fingerprint) = "),
         ({"data": {"validation": 0.3}}, "data (fingerprint) = "),
         ({"seed": 1}, "seed = 1; the checkpoint was made with 0"),
-        ({"train": {"batch_size": 8}}, "train.batch_size = 8; the checkpoint was made with 4"),
+        ({"train": {"sequence_length": 16}}, "train.sequence_length = 16; the checkpoint was made with 32"),
         ({"optimizer": {"kind": "lion"}}, "optimizer.kind = 'lion'; the checkpoint was made with 'adamw'"),
     ],
 )
@@ -474,7 +474,7 @@ def test_values_are_read_one_step_late():
         def __getattr__(self, _):
             return lambda *_: None
 
-    recorder = Recorder(make(), Silent(), 0, 0)
+    recorder = Recorder(make(), Silent(), 0, 0, lambda step: {})
     for step in (1, 2, 3):
         events.append(f"dispatch {step}")
         recorder.dispatched(step, {name: OnItsWay(step, name) for name in ("loss", "grad_norm", "tokens")})

@@ -5,6 +5,7 @@ The seams of `train` are shown at work in `docs/extending.md`.
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from meshwright import trainer
 from meshwright.checkpoints import Checkpoint, Checkpoints, check_identity
 from meshwright.config import Run
-from meshwright.data.prepare import prepare as prepare_store
-from meshwright.data.sources import Source
-from meshwright.data.store import Store
+from meshwright.data.corpus import Corpus
+from meshwright.data.documents import Source
+from meshwright.data.prepare import prepare as prepare_corpus
+from meshwright.data.show import View, look
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from meshwright.planning import Plan
 
 
-def prepare(run: Run, *, source: Source | None = None, console: Console | None = None) -> Store:
-    """Make the token store of a run, or open the one that is there.
+def prepare(run: Run, *, source: Source | None = None, console: Console | None = None) -> Corpus:
+    """Make the token stores of a run, or open those that are there.
 
     Arguments:
         run: a checked run file.
@@ -45,11 +47,34 @@ def prepare(run: Run, *, source: Source | None = None, console: Console | None =
     Raises:
         UserError: the source or the tokenizer can't be used as the run file says.
     """
+    if run.data.stream:
+        raise UserError("data.stream = true: has nothing to prepare; `meshwright train` makes the tokens on the way")
     console = console or make_console()
-    try:
-        return prepare_store(run, source=source, on_progress=console.prepare_progress)
-    finally:
-        console.close()
+    ways: dict[str, Any] = {"on_progress": console.prepare_progress, "on_note": console.note}
+    with ExitStack() as closing:
+        closing.callback(console.close)
+        if run.launch.kind == "ray":
+            from meshwright.launch.ray_data import RayEncoding
+
+            ways["encode"] = closing.enter_context(RayEncoding(run))
+        return prepare_corpus(run, source=source, **ways)
+
+
+def show_data(run: Run, *, count: int = 3, split: str = "train") -> View:
+    """Decode the first examples of a run as the model will see them; prepares the data if needed.
+
+    Arguments:
+        run: a checked run file.
+        count: how many.
+        split: `train` or `validation`.
+
+    Returns:
+        The examples; `meshwright.track.view.show_view` prints them.
+
+    Raises:
+        UserError: the data can't be prepared, or the split is too short for one example.
+    """
+    return look(prepare(run, console=make_console(sys.stderr)), run, count, split)
 
 
 def train(
@@ -82,18 +107,29 @@ def train(
         UserError: something in the run file, the data or the run directory must be mended first, or the loss stopped
             being finite.
     """
+    if run.launch.kind == "ray":
+        raise UserError(
+            'launch.kind = "ray": only `meshwright prepare` runs on a Ray cluster as yet; to train on what it makes, '
+            'set launch.kind = "local" or "processes"'
+        )
     if run.launch.kind == "processes" and group is ALONE:
         raise UserError(
             'launch.kind = "processes": is for the command `meshwright train`, which starts the processes; from Python '
             'set launch.kind = "local"'
         )
+    if run.data.stream and source is not None:
+        raise UserError("data.stream = true: reads what data.train names; leave out one of it and `source`")
     prepare_devices(run)
     console = console or make_console()
-    try:
+    with ExitStack() as closing:
+        closing.callback(console.close)
+        feed = None
+        if run.data.stream:
+            from meshwright.launch.ray_stream import StreamFeed
+
+            feed = closing.enter_context(StreamFeed(run))
         make_engine = partial(_make_engine, model=model, optimizer=optimizer, metrics=metrics)
-        return trainer.train(run, make_engine, console, source, group)
-    finally:
-        console.close()
+        return trainer.train(run, make_engine, console, source, group, feed)
 
 
 def plan(run: Run, *, devices: int | None = None, compiled: bool = True) -> "Plan":
@@ -207,10 +243,16 @@ class TrainedRun:
         Raises:
             UserError: the data isn't what the run was trained with.
         """
-        store = prepare(self.run, console=make_console(sys.stderr))
+        console = make_console(sys.stderr)
+        if self.run.data.stream:
+            from meshwright.launch.ray_stream import open_stream
+
+            corpus: Corpus = open_stream(self.run, console.prepare_progress, console.note, self.tokenizer)
+        else:
+            corpus = prepare(self.run, console=console)
         advice = "Put the data back as it was when the run was trained."
-        check_identity(self.checkpoint, trainer.data_identity(store), advice)
-        return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, store, self.run)}
+        check_identity(self.checkpoint, trainer.data_identity(corpus), advice)
+        return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, corpus, self.run)}
 
     def generate(
         self,

@@ -6,7 +6,6 @@ the whole checkpoint or none.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.files import sync
 
 MANIFEST = "manifest.json"
 _SMALL = 64 * 2**20  # bytes up to which a file's content is checked, not its size alone
@@ -183,15 +183,15 @@ def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
         size = path.stat().st_size
         files[str(path.relative_to(partial))] = {"bytes": size} | ({"blake2b": _digest(path)} if size <= _SMALL else {})
-        _sync(path)
+        sync(path)
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "files": files}, file, indent=1)
-    _sync(partial / MANIFEST)
-    _sync(partial)
+    sync(partial / MANIFEST)
+    sync(partial)
     if final.exists():
         final.rename(_free_name(final))  # damaged, or it would have been gone on from
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _free_name(path: Path) -> Path:
@@ -199,14 +199,6 @@ def _free_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.name}.damaged-{taken}")).exists():
         taken += 1
     return candidate
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(path: Path) -> str:

@@ -59,12 +59,33 @@ def prepare(run_file: str, overrides: tuple[str, ...]) -> None:
     from meshwright.api import prepare
     from meshwright.config import load_run
 
-    store = prepare(load_run(run_file, overrides))
-    click.echo(f"store: {store.path}")
-    for name in ("train", "validation"):
-        split = store.split(name)
-        click.echo(f"  {name:<10}  {split.token_count:>14,} tokens")
+    for store in prepare(load_run(run_file, overrides)).stores:
+        click.echo(f"store: {store.path}")
+        for name in ("train", "validation"):
+            split = store.split(name)
+            click.echo(f"  {name:<10}  {split.token_count:>14,} tokens")
     click.echo(f"next: {shlex.join(['meshwright', 'train', run_file, *overrides])}")
+
+
+@main.command()
+@RUN_FILE
+@OVERRIDES
+@click.option("--show", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many examples.")
+@click.option("--split", type=click.Choice(["train", "validation"]), default="train", show_default=True)
+def data(run_file: str, overrides: tuple[str, ...], count: int, split: str) -> None:
+    """Show the first examples as the model will see them; prepares the data if needed.
+
+    What isn't learned is dim on a terminal, and between ⟦ and ⟧ on a pipe.
+
+    \b
+    Example:
+      meshwright data examples/stdlib.toml --show 3 data.packing=packed
+    """
+    from meshwright.api import show_data
+    from meshwright.config import load_run
+    from meshwright.track.view import show_view
+
+    show_view(show_data(load_run(run_file, overrides), count=count, split=split))
 
 
 @main.command()

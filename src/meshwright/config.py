@@ -11,10 +11,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -42,6 +44,10 @@ def _share_or_source(value: Any) -> Any:
     return value
 
 
+def _one_or_several(value: Any) -> str:
+    return "<several>" if isinstance(value, list) else "<one>"
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         raise ValueError("letters, digits, '.', '_' and '-', the first a letter or a digit")
@@ -58,19 +64,86 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class DataSection(Section):
+class SourceKeys(Section):
+    """How a source is read."""
+
+    field: str = "text"
+    """Key of JSON lines, or column of Parquet, CSV or a dataset, that holds a document's text."""
+    separator: str = ""
+    """Text between two documents of one text file, such as `<|endoftext|>`; empty: one file is one document."""
+    include: list[str] = []
+    """Globs on the files' paths, such as `*.rs`; empty: all files."""
+    exclude: list[str] = []
+    """Globs on the paths of files to leave out."""
+    max_document_mb: PositiveFloat = 64.0
+    """Megabytes of the largest document; a larger one, and a longer line, is bad input."""
+    strip_licence: bool = False
+    """Whether to take the licence off the head of source code: a first comment that speaks of copyright or licence."""
+    chat: str = ""
+    """For conversations: `chatml`, `tokenizer` (the template of an `hf:` one), or the path of a Jinja template."""
+
+
+class WeightFrom(Section):
+    """Another weight from a step on."""
+
+    step: NonNegativeInt
+    """The first step that has this weight."""
+    weight: NonNegativeFloat
+    """As in the source's own `weight`."""
+
+
+class MixedSource(Section):
+    """One source of several; what is left out is as in `[data]`."""
+
+    source: str
+    """As `data.train`."""
+    weight: NonNegativeFloat = 1.0
+    """Its share of the examples, beside the other sources' weights."""
+    later: list[WeightFrom] = []
+    """Other weights from later steps on, in their order."""
+    field: str | None = None
+    separator: str | None = None
+    include: list[str] | None = None
+    exclude: list[str] | None = None
+    max_document_mb: PositiveFloat | None = None
+    strip_licence: bool | None = None
+    chat: str | None = None
+
+
+class DataSection(SourceKeys):
     """Where text comes from, and how it becomes examples."""
 
-    train: str
-    """`python-stdlib`, a text file, a glob, a folder, a nanoGPT `.bin`, or the folder of a prepared store."""
+    train: Annotated[
+        Annotated[str, Tag("<one>")] | Annotated[list[MixedSource], Tag("<several>"), Field(min_length=1)],
+        Discriminator(_one_or_several),
+    ]
+    """`python-stdlib`, a file, folder, glob, address, `hf:<dataset>` or store; or several with weights (`data.md`)."""
     validation: Annotated[float | str, BeforeValidator(_share_or_source)] = 0.01
     """The share of documents that is held out, or a source of its own."""
-    separator: str = ""
-    """Text between two documents of one file, such as `<|endoftext|>`; empty: one file is one document."""
-    packing: Literal["stream", "padded"] = "stream"
-    """`stream`: windows over all tokens, across documents. `padded`: a document a row, cut or filled."""
+    packing: Literal["stream", "padded", "packed"] = "stream"
+    """`stream`: windows over all tokens. `padded`: a document a row, cut or filled. `packed`: whole ones in a row."""
+    document_mask: bool = True
+    """Under `packed`, whether attention stays within a document, whose positions then start from 0."""
+    on_bad: Literal["skip", "stop"] = "skip"
+    """What to do with input that can't be used: leave it out, count and name it, or stop there."""
+    deduplicate: bool = False
+    """Whether to keep just the first of documents with the same text."""
+    normalize: Literal["none", "nfc", "nfkc"] = "none"
+    """Unicode normalisation of the text."""
+    processes: NonNegativeInt = 0
+    """Processes that make tokens; 0: one a core."""
+    stream: bool = False
+    """Whether to make tokens as training goes on, from a Ray Data stream, for a corpus too large to prepare."""
     store: str = ""
     """Folder of the token store; empty: `stores/<key>`, where the key names the source and the tokenizer."""
+
+    @property
+    def sources(self) -> list[MixedSource]:
+        """All sources, each with every key filled in."""
+        shared = {key: getattr(self, key) for key in SourceKeys.model_fields}
+        listed = self.train if isinstance(self.train, list) else [MixedSource(source=self.train)]
+        own = [{key: value for key, value in one.model_dump().items() if value is not None} for one in listed]
+        return [MixedSource(**{**shared, **keys}) for keys in own]
 
 
 class TokenizerSection(Section):
@@ -204,8 +277,10 @@ class CheckpointSection(Section):
 class LaunchSection(Section):
     """Where the run runs."""
 
-    kind: Literal["local", "processes"] = "local"
-    """`local`: in this process. `processes`: in several of this machine, which train one model together."""
+    kind: Literal["local", "processes", "ray"] = "local"
+    """`local`: in this process. `processes`: in several of this machine, as one. `ray`: `prepare` on a Ray cluster."""
+    address: str = ""
+    """The Ray cluster's; empty: `RAY_ADDRESS`, and without that one of this machine is started and stopped."""
     workers: PositiveInt = 1
     """How many processes, under `processes`."""
     devices_per_worker: NonNegativeInt = 0
@@ -267,6 +342,7 @@ class Run(Section):
                 "the warm-up; shorten the decay"
             )
         self._check_mesh()
+        self._check_stream()
         if self.optimizer.kind == "schedule_free" and self.optimizer.beta1 == 0:
             raise ValueError("optimizer.beta1 = 0 must be greater than 0 under schedule_free; 0.9 is usual")
         return self
@@ -279,9 +355,28 @@ class Run(Section):
             raise ValueError(
                 f"mesh.pipeline_rounds = {self.mesh.pipeline_rounds}: needs mesh.pipeline of 2 or more; leave it out"
             )
-        if self.launch.kind == "local" and self.launch.workers > 1:
+        if self.launch.kind != "processes" and self.launch.workers > 1:
             raise ValueError(
                 f'launch.workers = {self.launch.workers}: needs launch.kind = "processes"; set it, or leave workers out'
+            )
+
+    def _check_stream(self) -> None:
+        data, launch = self.data, self.launch
+        if launch.address and launch.kind != "ray" and not data.stream:
+            raise ValueError(
+                f'launch.address = {launch.address!r}: needs launch.kind = "ray" or data.stream = true; leave it out'
+            )
+        if not data.stream:
+            return
+        if launch.kind != "local":
+            raise ValueError(f'launch.kind = "{launch.kind}": data.stream trains in one process; set it to "local"')
+        if data.packing != "stream":
+            raise ValueError(f'data.packing = "{data.packing}": under data.stream it must be "stream"; set it')
+        if data.deduplicate:
+            raise ValueError("data.deduplicate = true: data.stream doesn't remember what it has read; leave it out")
+        if data.validation and not isinstance(data.validation, str):
+            raise ValueError(
+                f"data.validation = {data.validation}: under data.stream it must be a source of its own, or 0; set it"
             )
 
     @property
@@ -298,7 +393,7 @@ class Run(Section):
         """The resolved run file: every key with its value. Loading it gives an equal `Run`."""
         import tomli_w
 
-        return tomli_w.dumps(self.model_dump())
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Run:
@@ -367,7 +462,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(item: Any) -> str:
-    path = [str(part) for part in item["loc"]]
+    path = [str(part) for part in item["loc"] if not str(part).startswith("<")]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{closest(path[-1], _keys_of(path[:-1]))}"
@@ -384,8 +479,12 @@ def _explain(item: Any) -> str:
     return f"{key} = {item['input']!r}: must be {rule}"
 
 
+_LISTED: dict[Any, type[Section]] = {(DataSection, "train"): MixedSource, (MixedSource, "later"): WeightFrom}
+
+
 def _keys_of(path: list[str]) -> list[str]:
     model: Any = Run
     for part in path:
-        model = model.model_fields[part].annotation
+        if not part.isdecimal():
+            model = _LISTED.get((model, part)) or model.model_fields[part].annotation
     return list(model.model_fields)

@@ -141,9 +141,11 @@ def _with_vocabulary(run: Run) -> ModelSpec:
 
 
 def _vocabulary(run: Run) -> int:
-    if (Path(run.data.train) / "manifest.json").is_file():
-        return Store.open(run.data.train).manifest["tokenizer"]["vocab_size"]
-    if run.data.train.endswith(".bin") and run.tokenizer == type(run.tokenizer)():
+    sources = [one.source for one in run.data.sources]
+    for source in sources:
+        if (Path(source) / "manifest.json").is_file():
+            return Store.open(source).manifest["tokenizer"]["vocab_size"]
+    if sources[0].endswith(".bin") and run.tokenizer == type(run.tokenizer)():
         return open_tokenizer("tiktoken:gpt2").vocab_size  # as `prepare` takes it
     if run.tokenizer.kind == "bpe":
         return run.tokenizer.vocab_size

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,12 @@ class Recorder:
         trackers: where records go.
         start: updates done before.
         tokens: tokens trained on before.
+        taken: gives what else a record says of the data, from the count of steps done.
     """
 
-    def __init__(self, run: Run, trackers: Trackers, start: int, tokens: int):
+    def __init__(
+        self, run: Run, trackers: Trackers, start: int, tokens: int, taken: Callable[[int], Mapping[str, float]]
+    ):
         self.step = start
         """The last step whose values were read."""
         self.loss = self.grad_norm = 0.0
@@ -34,6 +37,7 @@ class Recorder:
         """Whether training may go on: false once a loss or a gradient wasn't finite under `on_nonfinite = "stop"`."""
         self._run = run
         self._trackers = trackers
+        self._taken = taken
         self._first = start + 1
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._mark = (time.perf_counter(), start, tokens)
@@ -69,7 +73,8 @@ class Recorder:
             self.finite = False
         self._trackers.progress(step)
         if step % self._run.train.log_every == 0 or step in (self._first, self._run.train.steps) or not finite:
-            self._trackers.step({"step": step, **values, "tokens": self.tokens, **self._speed(step)})
+            record = {"step": step, **values, "tokens": self.tokens, **self._taken(step), **self._speed(step)}
+            self._trackers.step(record)
 
     def _speed(self, step: int) -> dict[str, float]:
         now = time.perf_counter()

@@ -5,15 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoints import Checkpoint, Checkpoints, check_identity
 from meshwright.config import Run
-from meshwright.data.loader import eval_batches, train_batches
+from meshwright.data.corpus import Corpus
+from meshwright.data.documents import Source
+from meshwright.data.feed import Batches, Feed
+from meshwright.data.loader import TrainData, eval_batches
+from meshwright.data.mixing import stages_of
+from meshwright.data.order import with_batch_size
 from meshwright.data.prepare import prepare
-from meshwright.data.sources import Source
-from meshwright.data.store import Store
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
@@ -29,6 +33,7 @@ from meshwright.track.trackers import Trackers
 EngineMaker = Callable[[Run, ModelSpec], Engine]
 
 SAMPLE_TOKENS = 160
+_NAMED_SOURCES = 4
 _PREPARE_SECONDS = 7 * 24 * 3600.0
 
 
@@ -51,6 +56,7 @@ def train(
     console: Console,
     source: Source | None = None,
     group: Group = ALONE,
+    feed: Feed | None = None,
 ) -> Outcome:
     """Train as a run file says; go on from the newest sound checkpoint where there is one.
 
@@ -60,6 +66,7 @@ def train(
         console: where progress is shown.
         source: documents from Python in place of `data.train`.
         group: the processes that train together, each calling this. One of them speaks and writes for all.
+        feed: makes the examples on the way, in place of stores that are prepared.
 
     Raises:
         UserError: the data, the run directory or a checkpoint doesn't fit the run, or the loss stopped being finite.
@@ -70,23 +77,28 @@ def train(
         if group.is_primary:
             closing.enter_context(directory.locked())
         trackers = closing.enter_context(Trackers(run, directory if group.is_primary else None, console))
-        store = prepare_once(run, source, console, group)
-        tokenizer, spec = store.tokenizer(), resolve_spec(run, store)
-        eval_every, prompt = run.train.eval_every if evaluates(run, store) else 0, sample_prompt(run, tokenizer)
+        if feed:
+            corpus = feed.corpus(console.prepare_progress, console.note)
+        else:
+            corpus = prepare_once(run, source, console, group)
+        tokenizer, spec = corpus.tokenizer(), resolve_spec(run, corpus)
+        eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
         checkpoints.sweep()
         engine = make_engine(run, spec)
-        identity = {**run_identity(run, spec), **data_identity(store), **engine.identity}
+        identity = partial(_identity, run, spec, corpus, engine)
         resumed = resume(engine, checkpoints, identity, trackers.note, group)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
+        batch_sizes = batch_sizes_of(run, resumed)
+        data = feed.examples(batch_sizes, trackers.note) if feed else TrainData(corpus, run, batch_sizes)
         if group.is_primary:
-            directory.begin(run, spec, tokenizer, store.path if source else None)
-        trackers.start(_header(run, engine, store, tokenizer), start)
-        recorder = Recorder(run, trackers, start, tokens)
+            directory.begin(run, spec, tokenizer, corpus.path if source else None)
+        trackers.start(_header(run, engine, corpus, data), start)
+        recorder = Recorder(run, trackers, start, tokens, data.taken)
         stop = closing.enter_context(stop_signals())
 
         step, evaluation, ended_by = start, {}, 0
-        for step, batch in enumerate(train_batches(store, run, start, engine.rows), start + 1):
+        for step, batch in enumerate(data.batches(start, engine.rows), start + 1):
             asked_to_stop = stop.signal  # once: a signal may come at any moment
             recorder.dispatched(step, engine.train_step(batch, asked_to_stop))
             ended_by = asked_to_stop if group.size == 1 else recorder.stop
@@ -98,12 +110,13 @@ def train(
                     if not recorder.finite:
                         break
                     if evaluating:
-                        evaluation = {"step": step, **evaluate(engine, store, run)}
+                        evaluation = {"step": step, **evaluate(engine, corpus, run)}
                         trackers.evaluation(evaluation)
                     if sampling:
                         trackers.sample(step, run.train.sample_prompt, write_sample(engine, tokenizer, run, prompt))
                     if saving and engine.is_finite():
-                        manifest = _manifest(run, engine, step, recorder.tokens, identity, evaluation)
+                        manifest = _manifest(run, engine, step, recorder.tokens, evaluation)
+                        manifest |= {"batch_sizes": batch_sizes, "identity": identity(step)}
                         checkpoints.save(engine.save, manifest)
                     elif saving:
                         raise _not_finite(recorder, checkpoints)
@@ -124,23 +137,23 @@ def train(
         return Outcome(run.directory, step, evaluation, ended_early)
 
 
-def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Store:
-    """The token store of the run; one process makes it, where it isn't there yet, while the others wait."""
+def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Corpus:
+    """The data of the run; one process makes what isn't there yet, while the others wait."""
     if not group.is_primary:
         group.barrier("prepared", _PREPARE_SECONDS)
-    store = prepare(run, source=source, on_progress=console.prepare_progress)
+    corpus = prepare(run, source=source, on_progress=console.prepare_progress, on_note=console.note)
     if group.is_primary:
         group.barrier("prepared", _PREPARE_SECONDS)
-    return store
+    return corpus
 
 
-def resolve_spec(run: Run, store: Store) -> ModelSpec:
+def resolve_spec(run: Run, corpus: Corpus) -> ModelSpec:
     """The architecture with its vocabulary: the tokenizer's size, unless the run file asks for a larger one.
 
     Raises:
         UserError: `model.vocab_size` is smaller than the tokenizer's.
     """
-    spec, needed = run.model.spec, store.manifest["tokenizer"]["vocab_size"]
+    spec, needed = run.model.spec, corpus.vocab_size
     if spec.vocab_size and spec.vocab_size < needed:
         raise UserError(
             f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; leave the key out"
@@ -148,11 +161,11 @@ def resolve_spec(run: Run, store: Store) -> ModelSpec:
     return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
 
 
-def data_identity(store: Store) -> dict[str, str]:
+def data_identity(corpus: Corpus) -> dict[str, str]:
     """What tells the data of one run from those of another."""
     return {
-        "tokenizer (fingerprint)": store.manifest["tokenizer"]["fingerprint"][:16],
-        "data (fingerprint)": store.fingerprint[:16],
+        "tokenizer (fingerprint)": corpus.tokenizer_fingerprint[:16],
+        "data (fingerprint)": corpus.fingerprint[:16],
     }
 
 
@@ -163,15 +176,33 @@ def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
         "seed": run.seed,
         **{f"model.{key}": value for key, value in spec.model_dump().items()},
         "data.packing": run.data.packing,
-        "train.batch_size": run.train.batch_size,
+        **({"data.document_mask": run.data.document_mask} if run.data.packing == "packed" else {}),
         "train.sequence_length": run.train.sequence_length,
     }
+
+
+def _identity(run: Run, spec: ModelSpec, corpus: Corpus, engine: Engine, step: int) -> dict[str, Any]:
+    mixing = {}
+    if len(corpus.stores) > 1:  # weights of later steps may be changed
+        stages = [[start, list(shares)] for start, shares in stages_of(corpus.weights) if start < step]
+        mixing = {f"data.train (shares of the sources before step {step})": stages}
+    return {**run_identity(run, spec), **data_identity(corpus), **mixing, **engine.identity}
+
+
+def batch_sizes_of(run: Run, resumed: Checkpoint | None) -> list[list[int]]:
+    """The batch sizes of all steps, `[from_step, size]` each: those of the checkpoint, then `train.batch_size`."""
+    if resumed is None:
+        return [[0, run.train.batch_size]]
+    # A checkpoint made before sizes could change has its one size among what must stay the same.
+    only = resumed.manifest["identity"].get("train.batch_size", run.train.batch_size)
+    before = resumed.manifest.get("batch_sizes", [[0, only]])
+    return with_batch_size(before, resumed.step, run.train.batch_size)
 
 
 def resume(
     engine: Engine,
     checkpoints: Checkpoints,
-    identity: dict[str, Any],
+    identity: Callable[[int], dict[str, Any]],
     note: Callable[[str], None],
     group: Group = ALONE,
 ) -> Checkpoint | None:
@@ -180,7 +211,7 @@ def resume(
     Arguments:
         engine: freshly made.
         checkpoints: the run's.
-        identity: what must be as it was.
+        identity: what must be as it was, for a checkpoint of so many updates.
         note: told of each checkpoint that is passed over, and why.
         group: the processes that train together; all take up the same checkpoint.
 
@@ -197,9 +228,8 @@ def resume(
         note(text)
 
     for checkpoint in _sound_for_all(checkpoints, pass_over, group):
-        check_identity(
-            checkpoint, identity, "Undo the change, or give the run another name or run_dir to start afresh."
-        )
+        advice = "Undo the change, or give the run another name or run_dir to start afresh."
+        check_identity(checkpoint, identity(checkpoint.step), advice)
         problem = None
         try:
             engine.restore(checkpoint.folder)
@@ -229,7 +259,7 @@ def _sound_for_all(checkpoints: Checkpoints, note: Callable[[str], None], group:
         yield candidate or checkpoints.at(step)
 
 
-def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
+def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:
     """Loss over the fixed set of validation batches.
 
     Returns:
@@ -239,12 +269,13 @@ def evaluate(engine: Engine, store: Store, run: Run) -> dict[str, float]:
     Raises:
         UserError: the validation split is too short.
     """
-    sums = [engine.eval_step(batch) for batch in eval_batches(store, run, engine.rows)]
+    sums = [engine.eval_step(batch) for batch in eval_batches(corpus, run, engine.rows)]
     loss = sum(float(total) for total, _ in sums) / sum(float(tokens) for _, tokens in sums)
     values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
-    split = store.split("validation")
-    if split.byte_count:
-        values["val_bits_per_byte"] = loss / math.log(2) * split.token_count / split.byte_count
+    sizes = [split.byte_count for split in corpus.validation]
+    if all(sizes):
+        tokens = sum(split.token_count for split in corpus.validation)
+        values["val_bits_per_byte"] = loss / math.log(2) * tokens / sum(size or 0 for size in sizes)
     return values
 
 
@@ -275,32 +306,39 @@ def is_due(every: int, step: int, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
-def evaluates(run: Run, store: Store) -> bool:
+def evaluates(run: Run, corpus: Corpus) -> bool:
     """Whether the run is evaluated as it goes.
 
     Raises:
         UserError: it should be, and the validation split is too short for a single example.
     """
-    if run.train.eval_every == 0 or store.split("validation").token_count == 0:
+    if run.train.eval_every == 0 or not corpus.validation:
         return False
-    eval_batches(store, run)
+    eval_batches(corpus, run)
     return True
 
 
-def _header(run: Run, engine: Engine, store: Store, tokenizer: Tokenizer) -> dict[str, str]:
-    t, split = run.train, store.split("train")
+def _header(run: Run, engine: Engine, corpus: Corpus, data: Batches) -> dict[str, str]:
+    t, packing = run.train, run.data.packing
+    amount = "tokens made on the way" if run.data.stream else f"{corpus.train_tokens:,} tokens"
     active = f", {engine.active_parameters:,} active" if engine.active_parameters < engine.parameters else ""
     return {
         "model": f"{run.model.preset}, {engine.parameters:,} parameters{active}",
         "engine": f"{run.engine} on {engine.description}",
-        "data": f"{run.data.train}: {split.token_count:,} tokens, vocabulary {tokenizer.vocab_size:,}",
+        "data": f"{_sources(run, corpus)}: {amount}, vocabulary {corpus.vocab_size:,}",
+        **({} if packing == "stream" else {"packing": f"{packing}, {data.padding:.2%} of places are padding"}),
         "batch": f"{t.batch_size} sequences of {t.sequence_length} = {t.batch_size * t.sequence_length:,} tokens",
     }
 
 
-def _manifest(
-    run: Run, engine: Engine, step: int, tokens: int, identity: dict[str, Any], evaluation: dict[str, float]
-) -> dict[str, Any]:
+def _sources(run: Run, corpus: Corpus) -> str:
+    if isinstance(run.data.train, str):
+        return run.data.train
+    names = corpus.names[:_NAMED_SOURCES]
+    return ", ".join(names) + (f" and {more} more" if (more := len(corpus.names) - len(names)) else "")
+
+
+def _manifest(run: Run, engine: Engine, step: int, tokens: int, evaluation: dict[str, float]) -> dict[str, Any]:
     return {
         "format": 1,
         "step": step,
@@ -309,7 +347,6 @@ def _manifest(
         "mesh": run.mesh.model_dump(),
         "parameters": engine.parameters,
         "val_loss": evaluation["val_loss"] if evaluation.get("step") == step and _is_finite(evaluation) else None,
-        "identity": identity,
     }
 
 

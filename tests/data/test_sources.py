@@ -1,4 +1,6 @@
+import hashlib
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -6,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data import sources
+from meshwright.config import SourceKeys
+from meshwright.data import readers
 from meshwright.data.sources import Document, open_source
 from meshwright.errors import UserError
 
@@ -28,10 +31,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_folder(folder):
     assert list(open_source(str(folder)).documents()) == [
-        Document("a.txt", "one"),
-        Document("b.txt", "two\r\n"),
-        Document("deep/er/c.md", "drei ü"),
-        Document("image.bin", "", "not UTF-8 (byte 0)"),
+        Document("a.txt", "one", place=(0, 0)),
+        Document("b.txt", "two\r\n", place=(1, 0)),
+        Document("deep/er/c.md", "drei ü", place=(2, 0)),
+        Document("image.bin", "", "not UTF-8 (byte 0)", place=(3, 0)),
     ]
 
 
@@ -56,9 +59,15 @@ def test_python_stdlib():
 
 def test_separator(tmp_path):
     (tmp_path / "a.txt").write_text("one<|end|>two<|end|><|end|>three", encoding="utf-8")
-    source = open_source(str(tmp_path), "<|end|>")
+    source = open_source(str(tmp_path), SourceKeys(separator="<|end|>"))
     assert [document.text for document in source.documents()] == ["one", "two", "", "three"]
+    assert [document.fault for document in source.documents()] == ["", "", "empty", ""]
     assert [document.name for document in source.documents()] == ["a.txt#0", "a.txt#1", "a.txt#2", "a.txt#3"]
+
+
+def test_a_separator_at_the_end_begins_no_document(tmp_path):
+    (tmp_path / "a.txt").write_text("one|two|", encoding="utf-8")
+    assert [d.text for d in open_source(str(tmp_path), SourceKeys(separator="|")).documents()] == ["one", "two"]
 
 
 @given(
@@ -70,14 +79,15 @@ def test_separators_across_chunks(tmp_path_factory, data, separator, chunk):
     path = tmp_path_factory.mktemp("chunks") / "file"
     path.write_bytes(data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "CHUNK_BYTES", chunk)
-        parts = [document.text for document in open_source(str(path), separator).documents()]
-    assert parts == data.decode().split(separator)
+        patch.setattr(readers, "CHUNK_BYTES", chunk)
+        parts = [document.text for document in open_source(str(path), SourceKeys(separator=separator)).documents()]
+    *expected, last = data.decode().split(separator)
+    assert parts == ([*expected, last] if last or not expected else expected)
 
 
 def test_a_broken_part_leaves_the_others(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one|\xff\xfe|three")
-    documents = list(open_source(str(tmp_path / "a.txt"), "|").documents())
+    documents = list(open_source(str(tmp_path / "a.txt"), SourceKeys(separator="|")).documents())
     assert [document.text for document in documents] == ["one", "", "three"]
     assert [bool(document.fault) for document in documents] == [False, True, False]
 
@@ -102,3 +112,64 @@ def test_mistakes_are_one_line(tmp_path):
         with pytest.raises(UserError, match=words) as caught:
             open_source(spec, key="data.validation")
         assert "\n" not in str(caught.value) and str(caught.value).startswith(f"data.validation = {spec!r}")
+
+
+def names(spec: Path | str, **keys) -> list[str]:
+    return [document.name for document in open_source(str(spec), SourceKeys(**keys)).documents()]
+
+
+def test_include_and_exclude(tmp_path):
+    for path in ("src/a.rs", "src/deep/er/b.rs", "src/c.py", "tests/d.rs", "e.rs", "f.RS"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x", encoding="utf-8")
+    assert names(tmp_path, include=["*.rs"]) == ["e.rs", "src/a.rs", "src/deep/er/b.rs", "tests/d.rs"]
+    assert names(tmp_path, include=["**/*.rs"]) == names(tmp_path, include=["*.rs"])
+    assert names(tmp_path, include=["src/**/*.rs"]) == ["src/a.rs", "src/deep/er/b.rs"]
+    assert names(tmp_path, include=["*.rs"], exclude=["tests/"]) == ["e.rs", "src/a.rs", "src/deep/er/b.rs"]
+    assert names(tmp_path, include=["*.rs"], exclude=["tests/*", "**/er/**"]) == ["e.rs", "src/a.rs"]
+    assert names(tmp_path, include=["[ef].*", "c.py"]) == ["e.rs", "f.RS", "src/c.py"]
+    assert names(f"{tmp_path}/s*/**/*", exclude=["src/deep/*"]) == ["a.rs", "c.py"]
+    with pytest.raises(UserError, match=r"data.include = \['\*.c'\] .* leave no file") as caught:
+        open_source(str(tmp_path), SourceKeys(include=["*.c"]))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_fingerprint_follows_what_comes_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "code": "b"}', encoding="utf-8")
+    (tmp_path / "b.txt").write_text("c", encoding="utf-8")
+    changes = [
+        {},
+        {"field": "code"},
+        {"separator": "|"},
+        {"max_document_mb": 1.0},
+        {"strip_licence": True},
+        {"chat": "chatml"},
+        {"include": ["*.txt"]},
+    ]
+    prints = [open_source(str(tmp_path), SourceKeys(**change)).describe()["fingerprint"] for change in changes]
+    assert len(set(prints)) == len(changes)
+    assert prints[0] == open_source(str(tmp_path), SourceKeys(exclude=["none"])).describe()["fingerprint"]
+
+
+def test_plain_text_keeps_the_fingerprint_that_earlier_stores_carry(tmp_path):
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8")
+    os.utime(tmp_path / "a.txt", ns=(7, 7))
+    expected = hashlib.sha256(b"a.txt\0" + b"3\0" + b"7\n").hexdigest()
+    assert open_source(str(tmp_path)).describe()["fingerprint"] == expected
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8")
+    source = open_source(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"a\.txt: can't be read: No such file"):
+        list(source.documents())
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
+    for name, module in {"a.parquet": "pyarrow", "a.txt.zst": "zstandard"}.items():
+        (tmp_path / name).write_bytes(b"")
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(UserError, match=rf"needs {module}; pip install 'meshwright\[datasets\]'"):
+                open_source(str(tmp_path / name))

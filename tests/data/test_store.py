@@ -56,6 +56,62 @@ def test_the_fingerprint_covers_tokens_and_borders(tmp_path):
     assert write_store(tmp_path / "5", [[1, 2, 256, 3]]).fingerprint != one  # the same tokens, one document
 
 
+def test_weights_are_read_across_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_TOKENS", 4)
+    weights = [[0, 1, 0], [1], [0, 0], [1, 1, 1, 0, 1]]
+    folder = tmp_path / "store"
+    split = write_store(folder, DOCUMENTS, [[1]], weights).split("train")
+    flat = [0, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1]
+    assert (
+        split.is_weighted
+        and split.read_weights(0, 15).tolist() == flat
+        and split.read_weights(3, 7).tolist() == flat[3:10]
+    )
+    plain = Store.open(folder).split("validation")
+    assert not plain.is_weighted and plain.read_weights(0, 2).tolist() == [1, 1]
+    for one in (split, plain):
+        with pytest.raises(IndexError):
+            one.read_weights(1, 15)
+    fingerprint = Store.open(folder).fingerprint
+    weights[0][0] = 1
+    assert write_store(tmp_path / "other", DOCUMENTS, [[1]], weights).fingerprint != fingerprint
+    (folder / "train_00001.weights").unlink()
+    with pytest.raises(UserError, match=r"train_00001.weights: missing"):
+        Store.open(folder)
+
+
+def test_a_writer_goes_on_from_a_state_with_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_TOKENS", 4)
+    parts = [np.arange(n, n + 3, dtype=np.uint16) for n in range(0, 30, 3)]
+
+    def written(folder: Path, begun: writer.SplitWriter | None, chosen: list[np.ndarray]) -> writer.SplitWriter:
+        folder.mkdir(exist_ok=True)
+        one = begun or writer.SplitWriter(folder, "train", np.dtype(np.uint16), weighted=True)
+        for part in chosen:
+            one.append(part, [3], 3, (part % 2).astype(np.uint8))
+        return one
+
+    whole = written(tmp_path / "whole", None, parts).finish()
+    for count in range(10):
+        folder = tmp_path / str(count)
+        first = written(folder, None, parts[:count])
+        state = json.loads(json.dumps(first.commit()))
+        written(folder, first, parts[count : count + 2]).close()  # and is lost
+        again = writer.SplitWriter(folder, "train", np.dtype(np.uint16), weighted=True, state=state)
+        assert written(folder, again, parts[count:]).finish() == whole
+        assert all((folder / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "whole").iterdir())
+
+
+def test_a_writer_refuses_to_go_on_with_less_than_was_committed(tmp_path):
+    one = writer.SplitWriter(tmp_path, "train", np.dtype(np.uint16))
+    one.append(np.arange(10), [10], 10)
+    state = one.commit()
+    one.close()
+    _cut(tmp_path / "train_00000.bin")
+    with pytest.raises(writer.Damaged):
+        writer.SplitWriter(tmp_path, "train", np.dtype(np.uint16), state=state)
+
+
 def test_an_empty_split_opens(tmp_path):
     split = write_store(tmp_path / "store", DOCUMENTS).split("validation")
     assert (split.token_count, split.document_count, split.byte_count) == (0, 0, 0)

@@ -1,5 +1,7 @@
 import json
+import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,23 @@ def test_saved_opens_as_the_same(tokenizers, kind, tmp_path):
     for name in ("kind", "vocab_size", "end_of_text", "fingerprint"):
         assert getattr(again, name) == getattr(tokenizer, name)
     assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+def test_a_worker_among_many_encodes_in_one_thread(tokenizers, monkeypatch):
+    tokenizer, used = tokenizers["tiktoken:gpt2"], set()
+
+    class Watched:
+        def encode_to_numpy(self, text, **options):
+            used.add(threading.current_thread())
+            return np.zeros(len(text))
+
+    monkeypatch.setattr(tokenizer, "_encoding", Watched())
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    assert [len(ids) for ids in tokenizer.encode_batch(["a", "bc"])] == [1, 2]
+    assert used == {threading.current_thread()}
+    monkeypatch.setenv("RAYON_NUM_THREADS", "2")
+    assert [len(ids) for ids in tokenizer.encode_batch(["a", "bc"])] == [1, 2]
+    assert len(used) > 1
 
 
 def test_fingerprints_tell_tokenizers_apart(tokenizers):

@@ -72,7 +72,7 @@ def test_micro_batches_change_nothing(preset):
         assert parts["tokens"] == whole["tokens"] < 4 * 32
     for name, value in params_of(engines[4]).items():
         np.testing.assert_allclose(params_of(engines[2])[name], value, rtol=1e-4, atol=2e-5, err_msg=name)
-    rows = [Batch(*(np.repeat(part[row : row + 1], 4, axis=0) for part in batch(0))) for row in range(4)]
+    rows = [Batch(*(np.repeat(part[row : row + 1], 4, axis=0) for part in batch(0)[:3])) for row in range(4)]
     totals = [engines[4].eval_step(row) for row in rows]  # rows do differ, in length and in loss
     assert np.std([float(total / tokens) for total, tokens in totals]) > 1e-3
     assert len({float(tokens) for _, tokens in totals}) > 1

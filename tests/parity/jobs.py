@@ -120,7 +120,7 @@ def train(family: str, layout: Layout, accumulate: int) -> dict[str, np.ndarray]
 def mine(engine, step: int):
     """The rows of a step's batch that an engine needs."""
     whole = batch(step)
-    return type(whole)(*(part[engine.rows] for part in whole))
+    return type(whole)(*(part[engine.rows] for part in whole[:3]))
 
 
 def describe(engine) -> dict:

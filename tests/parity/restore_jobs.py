@@ -42,7 +42,7 @@ def act(folder: Path, action: str) -> list[float]:
     losses = []
     for step in range(3, 6) if target else range(1, 3):
         whole = batch(step)
-        losses.append(float(engine.train_step(type(whole)(*(part[engine.rows] for part in whole)))["loss"]))
+        losses.append(float(engine.train_step(type(whole)(*(part[engine.rows] for part in whole[:3])))["loss"]))
     if not target:
         (folder / source).mkdir(exist_ok=True)
         engine.save(folder / source)()

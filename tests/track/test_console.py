@@ -81,7 +81,8 @@ def test_plain_record_is_one_line_with_every_field() -> None:
     console.start("small", {}, total_steps=1000, start_step=0)
     stream.truncate(0)
     stream.seek(0)
-    console.step({**RECORD, "mfu": 0.4123, "entropy": 1.5})
+    by_source = {"epochs": 1.0, "epochs/web": 1.0, "tokens/web": 1.0, "expert_load/0": 1.0}  # would be too many
+    console.step({**RECORD, "mfu": 0.4123, "entropy": 1.5, **by_source})
     assert stream.getvalue() == (
         "step 120/1000   loss 2.3456  lr 1.0e-03  grad 0.71  12,345 tokens/s  mfu 41.2%  entropy 1.5  eta 0:01:28\n"
     )
@@ -111,7 +112,7 @@ def test_plain_time_left_counts_from_the_first_step_done(monkeypatch: pytest.Mon
 def test_plain_tells_the_whole_run() -> None:
     text = told_plainly()
     for expected in (
-        "tokenize  100%  2.0/2.0 MB  500,000 tokens  12 documents\n",
+        "tokenize  100%  2.0/2.0 MB  500,000 tokens  12 documents  ",
         "small\n  engine  jax on 1 CPU\n  data    [red]texts\n",
         "resuming at step 100/1000\n",
         "step 200/1000   validation loss 2.5000  perplexity 12.18  1.2500 bits per byte\n",
@@ -130,6 +131,43 @@ def test_plain_prepare_shows_few_lines() -> None:
         console.prepare_progress("tokenize", done, 1000, done, 1)
     console.prepare_progress("tokenize", 1000, 1000, 1000, 1)
     assert stream.getvalue().count("\n") == 1
+
+
+def prepared(console: Console, monkeypatch: pytest.MonkeyPatch, total: int | None = 100_000_000) -> None:
+    """Ten seconds of a preparation that goes on where an earlier call left off."""
+    now = [100.0]
+    monkeypatch.setattr("meshwright.track.console.time.monotonic", lambda: now[0])
+    console.prepare_progress("train tokenizer", 90_000_000, total, 0, 4_000)
+    now[0] = 130.0
+    console.prepare_progress("encode", 40_000_000, total, 10_000_000, 4_000)
+    now[0] = 140.0
+    console.prepare_progress("encode", 60_000_000, total, 15_000_000, 6_000)
+
+
+def test_plain_prepare_shows_speeds_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    prepared(PlainConsole(stream), monkeypatch)
+    assert stream.getvalue() == (
+        "encode   60%  60.0/100.0 MB  15,000,000 tokens  6,000 documents  2.0 MB/s  500,000 tokens/s  eta 0:00:20\n"
+    )
+    stream = io.StringIO()
+    prepared(PlainConsole(stream), monkeypatch, total=None)
+    assert stream.getvalue() == ("encode  60.0 MB  15,000,000 tokens  6,000 documents  2.0 MB/s  500,000 tokens/s\n")
+
+
+@pytest.mark.parametrize("total", [100_000_000, None])
+def test_rich_prepare_shows_a_bar_with_speeds_and_the_time_left(monkeypatch: pytest.MonkeyPatch, total) -> None:
+    stream = Stream()
+    console = RichConsole(Terminal(file=stream, width=100, force_terminal=True))
+    prepared(console, monkeypatch, total)
+    console.note("documents left out: 3 duplicates")
+    console.close()
+    text = without_escapes(stream.getvalue())
+    left = "0:00:20 left" if total else "-:--:-- left"
+    last = [line for line in re.split(r"[\r\n]", text) if line.startswith("encode")][-1]
+    assert "6,000 documents  2.0 MB/s  500,000 tokens/s" in last and last.rstrip().endswith(left)
+    assert ("60%" in last) == bool(total) and "━" in last
+    assert "documents left out: 3 duplicates" in text and max(map(len, re.split(r"[\r\n]", text))) <= 100
 
 
 def test_plain_survives_a_stream_of_another_encoding() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.config import make_run
 from meshwright.errors import UserError
 from meshwright.track.charts import SMOOTH_FROM, Series, chart, smooth
 from meshwright.track.metrics import MetricsLog
@@ -150,6 +151,35 @@ def test_own_metrics_get_a_chart(run_dir: Path) -> None:
     with MetricsLog(run_dir / "metrics.jsonl") as log:
         log.append({"step": 302, "loss": 2.0, "router <entropy>": 0.5})
     assert page(run_dir).text["figcaption"][-1] == "router <entropy>"
+
+
+def test_tokens_and_epochs_of_each_source_are_a_table(run_dir: Path) -> None:
+    with MetricsLog(run_dir / "metrics.jsonl") as log:
+        for step, more in ((302, 0.0), (304, 0.25)):
+            tokens = {"tokens/<web>": 3_000_000 + more, "tokens/code": 1_000_000}
+            log.append({"step": step, "loss": 2.0, "epochs/<web>": 0.5 + more, "epochs/code": 2.0, **tokens})
+    found = page(run_dir)
+    assert "Sources" in found.text["h2"]
+    assert found.text["tr"][:3] == ["SourceTokensShareEpochs", "<web>3M75.0%0.75", "code1M25.0%2"]
+    assert not [caption for caption in found.text["figcaption"] if "/" in caption]
+
+
+def test_epochs_of_one_source_stand_by_the_tokens(run_dir: Path) -> None:
+    assert "Sources" not in page(run_dir).text["h2"]
+    with MetricsLog(run_dir / "metrics.jsonl") as log:
+        log.append({"step": 302, "loss": 2.0, "tokens": 700_000, "epochs": 1.25})
+    found = page(run_dir)
+    assert "Sources" not in found.text["h2"] and "epochs" not in found.text["figcaption"]
+    assert dict(zip(found.text["dt"], found.text["dd"], strict=True))["Tokens trained"] == (
+        "700,000in 302 steps, 1.25 epochs"
+    )
+
+
+def test_several_sources_are_counted_in_the_facts(run_dir: Path) -> None:
+    sources = [{"source": "a", "weight": 1.0}, {"source": "b", "weight": 2.0}]
+    run = make_run({"data": {"train": sources}, "model": {"preset": "gpt2"}})
+    (run_dir / "run.toml").write_text(run.to_toml(), encoding="utf-8")
+    assert "2 sources" in page(run_dir).text["li"]
 
 
 def test_missing_and_empty_files_are_named(run_dir: Path, tmp_path: Path) -> None:

@@ -1,148 +1,290 @@
-"""Documents to tokens, in a memory that doesn't grow with the corpus.
+"""Documents to tokens, a block at a time: the same bytes in this process, in others beside it, or on a cluster.
 
-    documents ─▶ sides (train, validation) ─▶ pieces ─▶ batches ─▶ encode_batch (all cores) ─▶ split writers
-
-While one batch is encoded, the one before it is written and the next one read.
+documents ─▶ blocks ─▶ Encoder.encode ─▶ EncodedBlock ─▶ split writers
 """
 
 import hashlib
+import inspect
+import json
 import re
-from collections import deque
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from meshwright.data.sources import Document, Source
+from meshwright.data.documents import Document, Source
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.writer import SplitWriter
+from meshwright.errors import UserError
 
-# A batch is full at either: the one bounds the memory of long documents, the other of many short ones.
-BATCH_CHARACTERS, BATCH_PIECES = 2 << 20, 1 << 14
+if TYPE_CHECKING:
+    from meshwright.data.chat import Template
+
+# A block is full at either: the one bounds the memory of long documents, the other of many short ones.
+BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 2 << 20, 1 << 14
 PIECE_CHARACTERS = 1 << 18
 BORDER_SEARCH = 1 << 14
 
 # Where a long document may be cut, best first; matched against reversed text, the cut lies at the end of the match.
 BORDERS = [re.compile(pattern) for pattern in (r"[^\W\d_] (?=[^\W\d_])", r"\S(?=\n\S)", r"(?=\n)")]
 
-BPE_TRAINING_BYTES = 64 << 20
-
 # Left-out documents that a manifest names; the rest are counted.
 NAMED_FAULTS = 10
 
 Progress = Callable[[str, int, int | None, int, int], None]
-"""Called with the stage, bytes done, bytes in all (None: not known), tokens and documents so far."""
+"""Called with the stage, bytes done, bytes in all (None: not known), tokens and documents so far.
+
+Bytes are those on disk where the source knows them, else of the text.
+"""
 
 
-class Sided(NamedTuple):
-    """A document and the split that it belongs to."""
+class Mark(NamedTuple):
+    """How far a source has been read."""
 
-    split: str
-    document: Document
-    digest: bytes
-    """BLAKE2b of the text, 16 bytes."""
-    size: int
-    """UTF-8 bytes."""
+    documents: int
+    """Documents before this place, those with a fault too."""
+    place: tuple[int, int]
+    """`Document.place` of the last of them."""
+    read: int | None
+    """Bytes on disk that were read for them; None: the source doesn't say."""
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a very long one."""
+class Block(NamedTuple):
+    """Documents that are encoded together."""
 
-    split: str
-    text: str
-    size: int
-    """UTF-8 bytes of the whole document in its last piece, else 0."""
-    last: bool
+    documents: list[Document]
+    characters: int
+    mark: Mark
+    """The place after the last document."""
+
+
+@dataclass
+class EncodedBlock:
+    """What became of a block's documents; arrays by document leave out those with a fault."""
+
+    tokens: np.ndarray
+    """uint16 where the vocabulary fits, else uint32; end of text after each document."""
+    weights: np.ndarray | None
+    """uint8, one a token: 1 where it is to be learned. None: all are."""
+    ends: np.ndarray
+    """int64: the position past each document's end of text."""
+    digests: list[bytes]
+    """16 bytes a document, of its content."""
+    sizes: np.ndarray
+    """int64: UTF-8 bytes of each document."""
+    faults: list[tuple[str, str]]
+    """Name and fault of each document that can't be used."""
 
 
 @dataclass
 class LeftOut:
-    """Documents that can't be used: how many, and which, the first few."""
+    """Documents that can't be used: how many, of which kinds, and which, the first few.
 
-    count: int = 0
+    Arguments:
+        stop: whether the first one is an error.
+    """
+
+    stop: bool = False
+    documents: int = 0
     examples: list[str] = field(default_factory=list)
+    kinds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, document: Document) -> None:
-        """Count one more."""
-        self.count += 1
+    def add(self, name: str, fault: str) -> None:
+        """Count one more.
+
+        Raises:
+            UserError: under `stop`.
+        """
+        if self.stop:
+            raise UserError(
+                f"data.on_bad = 'stop': {name}: {fault}; mend it, or set data.on_bad = \"skip\" to leave it out"
+            )
+        self.documents += 1
         if len(self.examples) < NAMED_FAULTS:
-            self.examples.append(f"{document.name}: {document.fault}")
+            self.examples.append(f"{name}: {fault}")
+        kind = re.split(r" \(|: ", fault)[0]
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest says."""
+        return {"documents": self.documents, "examples": self.examples, "kinds": self.kinds}
 
 
-def sided(train: Source, validation: Source | float, left_out: LeftOut) -> Iterator[Sided]:
-    """Every usable document with its split.
-
-    With a share, a document is held out when the first 8 bytes of its hash, as a fraction of 2^64, lie below the
-    share: it depends on the text alone, so a duplicate lands on the same side, and so does every document when others
-    come or go. With a source of its own, its documents follow the training documents, as they are.
-
-    Arguments:
-        train: the corpus.
-        validation: the share of its documents that is held out, or a corpus of its own.
-        left_out: counts empty documents and those with a fault.
-    """
-    bound = int(validation * 2**64) if isinstance(validation, float) else 0
-    for item in _usable(train, "train", left_out):
-        held_out = int.from_bytes(item.digest[:8], "big") < bound
-        yield item._replace(split="validation") if held_out else item
-    if not isinstance(validation, float):
-        yield from _usable(validation, "validation", left_out)
-
-
-def bpe_texts(items: Iterable[Sided], total_bytes: int | None, progress: Progress) -> Iterator[str]:
-    """What a byte-pair encoding is trained on: at most about 64 MB of the training documents.
-
-    Of a larger corpus, a document is taken when another part of its hash lies below 64 MB's share of the total, so the
-    choice is spread over the corpus; where the total isn't known, the first 64 MB.
-    """
-    share = min(1.0, BPE_TRAINING_BYTES / total_bytes) if total_bytes else 1.0
-    bound = int(share * 2**64)
-    read = reported = taken = documents = 0
-    for item in items:
-        read += item.size
-        if read - reported >= BATCH_CHARACTERS:
-            progress("train tokenizer", read, total_bytes, 0, documents)
-            reported = read
-        if item.split == "validation" or int.from_bytes(item.digest[8:], "big") >= bound:
-            continue
-        for text in cut(item.document.text):
-            yield text
-            taken += len(text)
-            if taken >= BPE_TRAINING_BYTES:
-                return
-        documents += 1
-
-
-def encode(
-    items: Iterable[Sided],
-    tokenizer: Tokenizer,
-    writers: dict[str, SplitWriter],
-    total_bytes: int | None,
-    progress: Progress,
-) -> None:
-    """Encode documents, in order, each followed by end of text.
+class Encoder:
+    """Makes tokens of documents.
 
     Arguments:
-        items: the documents with their splits.
         tokenizer: what encodes.
-        writers: by split.
-        total_bytes: for `progress`.
-        progress: called once a batch, from this thread.
+        template: for conversations; with it, every block has weights.
+        normalize: as `data.normalize`.
+        batch_characters: text that the tokenizer gets at once.
     """
-    done = 0
-    # Two threads, so that one batch's ids become Python objects (under the lock) while the next is in the library.
-    with ThreadPoolExecutor(2) as pool:
-        pending: deque[tuple[list[Piece], Future]] = deque()
-        for batch in _batches(items):
-            pending.append((batch, pool.submit(tokenizer.encode_batch, [piece.text for piece in batch])))
-            if len(pending) > 2:
-                done += _write(*pending.popleft(), tokenizer.end_of_text, writers)
-                _report(progress, done, total_bytes, writers)
-        while pending:
-            done += _write(*pending.popleft(), tokenizer.end_of_text, writers)
-            _report(progress, done, total_bytes, writers)
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: "Template | None" = None,
+        normalize: str = "none",
+        batch_characters: int = BLOCK_CHARACTERS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._normalize = normalize
+        self._batch_characters = batch_characters
+        self._dtype = id_type(tokenizer)
+        self._template = template
+
+    def encode(self, documents: Iterable[Document]) -> EncodedBlock:
+        """Encode documents, in order, each followed by end of text. Safe to call from several threads."""
+        block = _Gathered(self._dtype, self._tokenizer.end_of_text, weighted=self._template is not None)
+        texts: list[tuple[bytes, int, list[str]]] = []
+        for document in documents:
+            document = checked(document, self._normalize)
+            if document.messages and not document.fault:
+                self._gather(texts, block)
+                document = self._conversation(document, block)
+            if document.fault:
+                block.faults.append((document.name, document.fault))
+            elif not document.messages:
+                texts.append((*digest_and_size(document), list(cut(document.text))))
+        self._gather(texts, block)
+        return block.whole()
+
+    def _gather(self, texts: list[tuple[bytes, int, list[str]]], block: "_Gathered") -> None:
+        ids = self._ids([piece for _, _, pieces in texts for piece in pieces])
+        for digest, size, pieces in texts:
+            block.add(digest, size, [next(ids) for _ in pieces])
+        texts.clear()
+
+    def _ids(self, pieces: list[str]) -> Iterator[np.ndarray]:
+        start = 0
+        while start < len(pieces):
+            end, characters = start, 0
+            while end < len(pieces) and characters < self._batch_characters:
+                characters += len(pieces[end])
+                end += 1
+            for ids in self._tokenizer.encode_batch(pieces[start:end]):
+                yield np.asarray(ids, self._dtype)
+            start = end
+
+    def _conversation(self, document: Document, block: "_Gathered") -> Document:
+        if self._template is None:
+            return document._replace(fault="a conversation (set data.chat to the template that writes it as text)")
+        try:
+            ids, weights = self._template.encode(document.messages)
+            end_weight = self._template.end_weight(document.messages)
+        except ValueError as error:
+            return document._replace(fault=str(error))
+        learned = np.array([*weights, end_weight], np.uint8)
+        block.add(*digest_and_size(document), [np.asarray(ids, self._dtype)], learned)
+        return document
+
+
+class _Gathered:
+    def __init__(self, dtype: np.dtype, end_of_text: int, weighted: bool) -> None:
+        self._tokens = [np.empty(0, dtype)]
+        self._end = np.array([end_of_text], dtype)
+        self._weights: list[np.ndarray] | None = [np.empty(0, np.uint8)] if weighted else None
+        self._ends: list[int] = []
+        self._digests: list[bytes] = []
+        self._sizes: list[int] = []
+        self.faults: list[tuple[str, str]] = []
+
+    def add(self, digest: bytes, size: int, ids: list[np.ndarray], weights: np.ndarray | None = None) -> None:
+        length = sum(map(len, ids)) + 1
+        self._tokens += [*ids, self._end]
+        if self._weights is not None:
+            self._weights.append(np.ones(length, np.uint8) if weights is None else weights)
+        self._ends.append((self._ends[-1] if self._ends else 0) + length)
+        self._digests.append(digest)
+        self._sizes.append(size)
+
+    def whole(self) -> EncodedBlock:
+        return EncodedBlock(
+            tokens=np.concatenate(self._tokens),
+            weights=None if self._weights is None else np.concatenate(self._weights),
+            ends=np.array(self._ends, np.int64),
+            digests=self._digests,
+            sizes=np.array(self._sizes, np.int64),
+            faults=self.faults,
+        )
+
+
+def blocks(source: Source, after: Mark | None = None) -> Iterator[Block]:
+    """The documents of a source in blocks of about 2 MB of text; a longer document is a block of its own.
+
+    Arguments:
+        source: a source that can't go on after a place is read from its beginning, the documents before it dropped.
+        after: where to go on.
+    """
+    number = after.documents if after else 0
+    documents: list[Document] = []
+    characters = 0
+
+    def block() -> Block:
+        return Block(documents, characters, Mark(number, documents[-1].place, getattr(source, "bytes_read", None)))
+
+    for document in _documents(source, after):
+        documents.append(document)
+        number += 1
+        characters += len(document.text) + sum(len(message["content"]) for message in document.messages)
+        if characters >= BLOCK_CHARACTERS or len(documents) >= BLOCK_DOCUMENTS:
+            yield block()
+            documents, characters = [], 0
+    if documents:
+        yield block()
+
+
+def checked(document: Document, normalize: str = "none") -> Document:
+    """A document as it is to be encoded: normalised, or with a fault where it can't be used."""
+    if document.fault:
+        return document
+    if not document.text and not document.messages:
+        return document._replace(fault="empty")
+    texts = [document.text, *(message["content"] for message in document.messages)]
+    try:
+        for text in texts:
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                text[start : start + PIECE_CHARACTERS].encode()
+    except UnicodeEncodeError:
+        return document._replace(text="", messages=(), fault="holds half a character (a lone surrogate)")
+    if normalize == "none":
+        return document
+    form: Any = normalize.upper()
+    messages = tuple({**one, "content": unicodedata.normalize(form, one["content"])} for one in document.messages)
+    return document._replace(text=unicodedata.normalize(form, document.text), messages=messages)
+
+
+def digest_and_size(document: Document) -> tuple[bytes, int]:
+    """BLAKE2b of a usable document's content, 16 bytes, and the UTF-8 bytes of its text.
+
+    Of a conversation, the digest is of its messages as JSON with sorted keys and no spaces.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if document.messages:
+        form = json.dumps(document.messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        digest.update(form.encode())
+        return digest.digest(), sum(len(message["content"].encode()) for message in document.messages)
+    size = 0
+    for start in range(0, len(document.text), PIECE_CHARACTERS):
+        data = document.text[start : start + PIECE_CHARACTERS].encode()
+        digest.update(data)
+        size += len(data)
+    return digest.digest(), size
+
+
+def is_held_out(digest: bytes, share: float) -> bool:
+    """Whether a document belongs to the validation split.
+
+    It does when the first 8 bytes of its digest, as a fraction of 2^64, lie below the share: that depends on its
+    content alone, so a duplicate lands on the same side, and so does every document when others come or go.
+    """
+    return int.from_bytes(digest[:8], "big") < int(share * 2**64)
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype:
+    """The type that holds a tokenizer's ids: uint16 where they fit, else uint32."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def cut(text: str) -> Iterator[str]:
@@ -164,69 +306,13 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _usable(source: Source, split: str, left_out: LeftOut) -> Iterator[Sided]:
-    for document in source.documents():
-        if not document.fault and not document.text:
-            document = document._replace(fault="empty")
-        if not document.fault:
-            try:
-                digest, size = _digest(document.text)
-            except UnicodeEncodeError:
-                document = document._replace(fault="holds half a character (a lone surrogate)")
-        if document.fault:
-            left_out.add(document)
-            continue
-        yield Sided(split, document, digest, size)
-
-
-def _digest(text: str) -> tuple[bytes, int]:
-    digest = hashlib.blake2b(digest_size=16)
-    size = 0
-    for start in range(0, len(text), PIECE_CHARACTERS):
-        data = text[start : start + PIECE_CHARACTERS].encode()
-        digest.update(data)
-        size += len(data)
-    return digest.digest(), size
-
-
-def _batches(items: Iterable[Sided]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for item in items:
-        left = len(item.document.text)
-        for text in cut(item.document.text):
-            left -= len(text)
-            batch.append(Piece(item.split, text, 0 if left else item.size, last=not left))
-            size += len(text)
-            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _write(batch: list[Piece], future: Future, end_of_text: int, writers: dict[str, SplitWriter]) -> int:
-    encoded: list[Any] = list(future.result())
-    for split, writer in writers.items():
-        parts: list[np.ndarray] = []
-        ends: list[int] = []
-        length = size = 0
-        for piece, ids in zip(batch, encoded, strict=True):
-            if piece.split != split:
-                continue
-            parts.append(np.asarray(ids, np.uint32))
-            length += len(ids)
-            size += piece.size
-            if piece.last:
-                parts.append(np.array([end_of_text], np.uint32))
-                length += 1
-                ends.append(length)
-        if parts:
-            writer.append(np.concatenate(parts), ends, size)
-    return sum(piece.size for piece in batch)
-
-
-def _report(progress: Progress, done: int, total_bytes: int | None, writers: dict[str, SplitWriter]) -> None:
-    tokens = sum(writer.tokens for writer in writers.values())
-    documents = sum(writer.documents for writer in writers.values())
-    progress("encode", done, total_bytes, tokens, documents)
+def _documents(source: Source, after: Mark | None) -> Iterator[Document]:
+    read: Callable[..., Iterator[Document]] = source.documents
+    if after is None:
+        yield from read()
+    elif "after" in inspect.signature(read).parameters:
+        yield from read(after=after.place)
+    else:
+        for number, document in enumerate(read()):
+            if number >= after.documents:
+                yield document

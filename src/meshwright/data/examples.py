@@ -1,14 +1,21 @@
-"""From a split's tokens to examples of a fixed length: inputs, targets and which targets count.
+"""From a split's tokens to examples of a fixed length: inputs, targets, which targets count, and documents' borders.
 
 Names carry shapes: B rows of a batch, T tokens of a sequence.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from meshwright.data.store import Split
+from meshwright.config import Run
+from meshwright.data.packing import Plan, ensure_packed
+from meshwright.data.store import Split, Store
 from meshwright.errors import UserError
+
+
+class TooShort(UserError):
+    """A split holds no example."""
 
 
 class Batch(NamedTuple):
@@ -20,6 +27,23 @@ class Batch(NamedTuple):
     """int32 ids: at each place the token after the input's."""
     weights_BT: np.ndarray
     """float32: 1 where the target counts in the loss, else 0."""
+    segments_BT: np.ndarray | None = None
+    """int32: which document of its row a place belongs to, counted from 1; 0: padding. None: the row is one."""
+    positions_BT: np.ndarray | None = None
+    """int32: the place within the document (of one cut into pieces, within the piece). None: within the row."""
+
+
+class Examples(Protocol):
+    """The examples of a split, numbered from 0."""
+
+    padding: float
+    """The share of places that hold no token."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The examples `indices`, one a row."""
+        ...
 
 
 class Stream:
@@ -33,8 +57,10 @@ class Stream:
         sequence_length: T.
 
     Raises:
-        UserError: the split hasn't T + 1 tokens.
+        TooShort: the split hasn't T + 1 tokens.
     """
+
+    padding = 0.0
 
     def __init__(self, split: Split, sequence_length: int) -> None:
         self._split = split
@@ -46,16 +72,16 @@ class Stream:
     def __len__(self) -> int:
         return self._count
 
-    def example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs int32, targets int32 and weights float32 of example `index`, each `[T]`."""
-        return _row(self.batch(np.array([index])))
-
     def batch(self, indices: np.ndarray) -> Batch:
         """The examples `indices`, one a row."""
         tokens = np.empty((len(indices), self._length + 1), np.int32)
-        for row, index in enumerate(indices):
-            tokens[row] = self._split.read(int(index) * self._length, self._length + 1)
-        return _batch(tokens, np.ones((len(indices), self._length), np.float32))
+        weights = np.ones((len(indices), self._length), np.float32)
+        for row, index in enumerate(indices.tolist()):
+            start = index * self._length
+            tokens[row] = self._split.read(start, self._length + 1)
+            if self._split.is_weighted:
+                weights[row] = self._split.read_weights(start + 1, self._length)
+        return _batch(tokens, weights)
 
 
 class Padded:
@@ -69,28 +95,22 @@ class Padded:
         sequence_length: T.
 
     Raises:
-        UserError: the split has no document of 2 tokens.
+        TooShort: the split has no document of 2 tokens.
     """
 
     def __init__(self, split: Split, sequence_length: int) -> None:
         self._split = split
         self._length = sequence_length
-        lengths = np.diff(split.document_ends.astype(np.int64), prepend=0)
-        self._documents = np.flatnonzero(lengths >= 2)
+        targets = np.diff(split.document_ends.astype(np.int64), prepend=0) - 1
+        self._documents = np.flatnonzero(targets >= 1)
         self.left_out = split.document_count - len(self._documents)
         """Documents of fewer than 2 tokens."""
         if not len(self._documents):
-            raise UserError(
-                f"data.{split.name}: the store's {split.name} split has no document of 2 tokens or more "
-                f"({split.document_count:,} documents); give it more text"
-            )
+            raise _no_document(split)
+        self.padding = 1 - float(np.minimum(targets[self._documents], sequence_length).mean()) / sequence_length
 
     def __len__(self) -> int:
         return len(self._documents)
-
-    def example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs int32, targets int32 and weights float32 of example `index`, each `[T]`."""
-        return _row(self.batch(np.array([index])))
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The examples `indices`, one a row."""
@@ -100,30 +120,108 @@ class Padded:
             start, length = self._split.document_range(int(self._documents[index]))
             length = min(length, self._length + 1)
             tokens[row, :length] = self._split.read(start, length)
-            weights[row, : length - 1] = 1
+            weights[row, : length - 1] = self._split.read_weights(start + 1, length - 1)
         return _batch(tokens, weights)
 
 
-def open_examples(split: Split, packing: str, sequence_length: int) -> Stream | Padded:
-    """The examples of a split under `data.packing`.
+class Packed:
+    """Whole documents side by side, as a plan has them (see `meshwright.data.packing`); filled up with end of text.
+
+    Arguments:
+        split: the tokens.
+        sequence_length: T.
+        plan: which pieces lie in which sequence.
+        document_mask: whether batches say where documents lie, so that attention can stay within them.
 
     Raises:
-        UserError: the split is too short to hold one.
+        TooShort: the split has no document of 2 tokens.
     """
-    return Stream(split, sequence_length) if packing == "stream" else Padded(split, sequence_length)
+
+    def __init__(self, split: Split, sequence_length: int, plan: Plan, document_mask: bool) -> None:
+        self._split = split
+        self._length = sequence_length
+        self._plan = plan
+        self._document_mask = document_mask
+        self.padding = plan.padding
+        if not len(plan.ends):
+            raise _no_document(split)
+
+    def __len__(self) -> int:
+        return len(self._plan.ends)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The examples `indices`, one a row."""
+        shape = (len(indices), self._length)
+        inputs = np.full(shape, self._split.end_of_text, np.int32)
+        targets, weights = inputs.copy(), np.zeros(shape, np.float32)
+        segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for row, index in enumerate(indices.tolist()):
+            first = int(self._plan.ends[index - 1]) if index else 0
+            pieces = slice(first, int(self._plan.ends[index]))
+            starts, sizes = self._plan.starts[pieces].tolist(), self._plan.targets[pieces].tolist()
+            begin = 0
+            for number, (start, size) in enumerate(zip(starts, sizes, strict=True), 1):
+                here = slice(begin, begin + size)
+                tokens = self._split.read(start, size + 1)
+                inputs[row, here], targets[row, here] = tokens[:-1], tokens[1:]
+                weights[row, here] = self._split.read_weights(start + 1, size)
+                segments[row, here], positions[row, here] = number, np.arange(size)
+                begin += size
+        if self._document_mask:
+            return Batch(inputs, targets, weights, segments, positions)
+        return Batch(inputs, targets, weights)
 
 
-def _too_short(split: Split, sequence_length: int) -> UserError:
+def open_examples(store: Store, split_name: str, run: Run) -> Examples:
+    """The examples of a split under `data.packing`.
+
+    Arguments:
+        store: an open store.
+        split_name: `train` or `validation`.
+        run: `data.packing`, `data.document_mask` and `train.sequence_length` are read.
+
+    Raises:
+        TooShort: the split holds none.
+        UserError: the plan of `packed` can't be read.
+    """
+    split, length = store.split(split_name), run.train.sequence_length
+    if run.data.packing == "stream":
+        return Stream(split, length)
+    if run.data.packing == "padded":
+        return Padded(split, length)
+    return Packed(split, length, ensure_packed(store, split_name, length), run.data.document_mask)
+
+
+def gather(examples: Sequence[Examples], sources: np.ndarray, indices: np.ndarray) -> Batch:
+    """Rows from several sources.
+
+    Arguments:
+        examples: of each source.
+        sources, indices: of each row, which source it is from and which example there, int64 `[B]`.
+    """
+    there = np.unique(sources)
+    if len(there) <= 1:
+        return examples[int(there[0]) if len(there) else 0].batch(indices)
+    by_source = np.argsort(sources, kind="stable")
+    back = np.argsort(by_source, kind="stable")
+    parts = zip(*(examples[source].batch(indices[sources == source]) for source in there), strict=True)
+    return Batch._make(None if part[0] is None else np.concatenate(part)[back] for part in parts)
+
+
+def _too_short(split: Split, sequence_length: int) -> TooShort:
     more = "give data.train more text" if split.name == "train" else "raise data.validation"
-    return UserError(
+    return TooShort(
         f"train.sequence_length = {sequence_length}: longer than the store's {split.name} split "
         f"({split.token_count:,} tokens, and one example needs {sequence_length + 1:,}); shorten it, or {more}"
     )
 
 
+def _no_document(split: Split) -> TooShort:
+    return TooShort(
+        f"data.{split.name}: the store's {split.name} split has no document of 2 tokens or more "
+        f"({split.document_count:,} documents); give it more text"
+    )
+
+
 def _batch(tokens: np.ndarray, weights: np.ndarray) -> Batch:
     return Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), weights)
-
-
-def _row(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return batch.inputs_BT[0], batch.targets_BT[0], batch.weights_BT[0]

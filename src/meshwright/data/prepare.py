@@ -1,149 +1,165 @@
-"""From a run's text to its token store: opened where it is there already, else made."""
+"""From a run's text to its token stores: opened where they are there already, else made."""
 
-import hashlib
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from meshwright.config import Run, TokenizerSection
-from meshwright.data.encode import LeftOut, Progress, bpe_texts, encode, sided
-from meshwright.data.sources import Source, open_source
-from meshwright.data.store import SPLITS, Store, open_nanogpt
-from meshwright.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
-from meshwright.data.writer import SplitWriter, Taken, beside, write_manifest
+from meshwright.config import Run
+from meshwright.data.corpus import Corpus
+from meshwright.data.documents import Source
+from meshwright.data.encode import Progress
+from meshwright.data.make import Encode, Recipe, encode_here, make_store
+from meshwright.data.packing import prepare_packing
+from meshwright.data.partial import Partial, Taken, claim, identity, is_free, tidy
+from meshwright.data.recipes import Plan, plan_stores
+from meshwright.data.store import Store
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from meshwright.data.training_text import training_texts
+from meshwright.data.writer import Damaged, save_tokenizer
 from meshwright.errors import UserError
 
 
-def prepare(run: Run, *, source: Source | None = None, on_progress: Progress | None = None) -> Store:
-    """The token store of a run.
+def prepare(
+    run: Run,
+    *,
+    source: Source | None = None,
+    on_progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
+    encode: Encode = encode_here,
+    tokenizer: Tokenizer | None = None,
+) -> Corpus:
+    """The token stores of a run, one a source.
 
-    `data.train` may be a store or a nanoGPT `.bin`, opened where it lies. Otherwise the store is at `data.store`, or at
-    `stores/<key>` where the key covers what it is made from: the source's listing, `data.validation`, `data.separator`
-    and the tokenizer. A store that is there is opened; one that isn't is made beside and renamed into place when whole.
+    A source may be a store, or the only one a nanoGPT `.bin`: these are opened where they lie. The store of another is
+    at `stores/<key>`, where the key covers what it is made from: the source's listing and how it is read,
+    `data.validation`, `data.normalize`, `data.deduplicate` and the tokenizer. With `data.store`, it is there; of
+    several sources, in folders in there. A store that is there is opened; one that isn't is made in a folder beside
+    (`….partial`), which is renamed into place when whole. A call that is cut short leaves that folder, and the next
+    one goes on from there, to the same bytes; one that finds another process at work there waits for it.
+
+    `bpe` is trained on the training documents of all sources together; where a source is a store, the others are
+    encoded by its tokenizer. A share for validation is held out of each source, by content, so that a duplicate is
+    never on both sides. A validation source of its own goes with the first store that is made here; under
+    `data.deduplicate`, what stands in it is no training document of any source, and a document that comes twice
+    within a source is kept once.
 
     Arguments:
         run: the run.
         source: documents from Python, in place of `data.train`.
         on_progress: called as `Progress` says.
-
-    Returns:
-        The open store.
+        on_note: called with a line to show: that another process is waited for, and what was left out.
+        encode: how documents become tokens; the stores are the same, however it is done.
+        tokenizer: what encodes, in place of `tokenizer.kind`.
 
     Raises:
-        UserError: no text, no such file, a tokenizer that can't be had, a split without documents, or a store at the
-            run's place that was made from something else.
+        UserError: no text, no such file, a tokenizer that can't be had, a split without documents, a document that
+            can't be used under `data.on_bad = "stop"`, or a store at the run's place that was made from something else.
     """
-    if source is None:
-        if run.data.train.endswith(".bin"):
-            return _open_nanogpt(run)
-        if (Path(run.data.train) / "manifest.json").is_file():
-            return _open_ready(run)
-        source = open_source(run.data.train, run.data.separator)
-    validation: Source | float
-    if isinstance(run.data.validation, str):
-        validation = open_source(run.data.validation, run.data.separator, "data.validation")
-    else:
-        validation = float(run.data.validation)
-    tokenizer = None if run.tokenizer.kind == "bpe" else open_tokenizer(run.tokenizer.kind)
-
-    made_from = _made_from(run, source, validation, tokenizer)
-    path = Path(run.data.store or f"stores/{_key(made_from)}")
-    if not _is_free(path):
-        return _open_own(path, made_from)
-    try:
-        with beside(path) as folder:
-            _make(run, folder, source, validation, tokenizer, made_from, on_progress or _silent)
-    except Taken:
-        return _open_own(path, made_from)  # another process of the same run was first
-    return Store.open(path)
+    plan = plan_stores(run, source, tokenizer)
+    preparing = _Preparing(run, plan, on_progress or _silent, on_note or _unheard, encode)
+    corpus = Corpus(preparing.stores(), plan.names, plan.weights)
+    _check(run, plan, corpus)
+    prepare_packing(corpus, run)
+    return corpus
 
 
-def _make(
-    run: Run,
-    folder: Path,
-    source: Source,
-    validation: Source | float,
-    tokenizer: Tokenizer | None,
-    made_from: dict[str, Any],
-    progress: Progress,
-) -> None:
-    total = made_from["source"].get("bytes")
-    if tokenizer is None:
-        texts = bpe_texts(sided(source, validation, LeftOut()), total, progress)
-        tokenizer = train_bpe(texts, run.tokenizer.vocab_size)
-    if total is not None and isinstance(made_from["validation"], dict):
-        total += made_from["validation"].get("bytes", 0)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    writers = {name: SplitWriter(folder, name, dtype) for name in SPLITS}
-    left_out = LeftOut()
-    encode(sided(source, validation, left_out), tokenizer, writers, total, progress)
-    splits = {name: writer.finish() for name, writer in writers.items()}
-    _check_documents(run, splits, left_out)
-    about = {"made_from": made_from, "left_out": {"documents": left_out.count, "examples": left_out.examples}}
-    write_manifest(folder, splits, tokenizer, dtype, about)
+class _Preparing:
+    def __init__(self, run: Run, plan: Plan, progress: Progress, note: Callable[[str], None], encode: Encode) -> None:
+        self.run, self.plan, self.progress, self.note, self.encode = run, plan, progress, note, encode
+        self.tokenizer = plan.tokenizer
+
+    def stores(self) -> list[Store]:
+        """All stores, made where they aren't there."""
+        stores = []
+        for item in self.plan.items:
+            stores.append(item if isinstance(item, Store) else self._store(item))
+            if self.tokenizer is None and len(stores) < len(self.plan.items):
+                self.tokenizer = stores[0].tokenizer()
+        return stores
+
+    def _store(self, recipe: Recipe) -> Store:
+        made = False
+        if is_free(recipe.path):
+            try:
+                with claim(recipe.path, recipe.made_from, lambda: self._waiting(recipe)) as partial:
+                    if partial is not None and not partial.complete:
+                        self._make(recipe, partial)
+                        made = True
+            except Taken:
+                pass  # another process put it there, without our lock
+        store = _open_own(recipe)
+        if made and (left_out := _left_out(recipe, store)):
+            self.note(left_out)
+        return store
+
+    def _waiting(self, recipe: Recipe) -> None:
+        self.note(f"another process is making {recipe.path}; waiting for it")
+
+    def _make(self, recipe: Recipe, partial: Partial) -> None:
+        data = self.run.data
+        try:
+            make_store(recipe, partial, self._saved_tokenizer(partial), data, self.progress, self.encode)
+        except Damaged:
+            partial.reset()
+            make_store(recipe, partial, self._saved_tokenizer(partial), data, self.progress, self.encode)
+
+    def _saved_tokenizer(self, partial: Partial) -> Tokenizer:
+        if committed := partial.state.get("tokenizer"):
+            try:
+                tokenizer = load_tokenizer(partial.folder / "tokenizer")
+            except UserError:
+                raise Damaged(partial.folder / "tokenizer") from None
+            if tokenizer.fingerprint != committed:
+                raise Damaged(partial.folder / "tokenizer")
+            return tokenizer
+        partial.reset()
+        if self.tokenizer is not None:
+            save_tokenizer(partial.folder, self.tokenizer)
+            return self.tokenizer
+        tokenizer = self._trained()
+        save_tokenizer(partial.folder, tokenizer)
+        partial.commit({"tokenizer": tokenizer.fingerprint})
+        return tokenizer
+
+    def _trained(self) -> Tokenizer:
+        data = self.run.data
+        recipes = [item for item in self.plan.items if isinstance(item, Recipe)]
+        sources = [(recipe.train, recipe.made_from["source"].get("bytes")) for recipe in recipes]
+        share = data.validation if isinstance(data.validation, float) else 0.0
+        texts = training_texts(sources, share, data.normalize, data.on_bad == "stop", self.progress)
+        return train_bpe(texts, self.run.tokenizer.vocab_size)
 
 
-def _check_documents(run: Run, splits: dict[str, dict[str, Any]], left_out: LeftOut) -> None:
-    train, held_out = (splits[name]["documents"] for name in SPLITS)
-    share = run.data.validation
-    if not train:
-        why = ""
-        if left_out.count:
-            why = f" ({left_out.count} left out, the first {left_out.examples[0]})"
-        elif held_out:
-            why = f" (data.validation = {share} holds out all {held_out})"
-        raise UserError(f"data.train = {run.data.train!r}: gives no training documents{why}; give it more text")
-    if share and not held_out:
+def _check(run: Run, plan: Plan, corpus: Corpus) -> None:
+    first = corpus.stores[0]
+    for store in corpus.stores:
+        one, other = first.manifest["tokenizer"], store.manifest["tokenizer"]
+        if one["fingerprint"] != other["fingerprint"]:
+            raise UserError(
+                f"data.train: the stores {first.path} and {store.path} have different tokenizers ({one['kind']} of "
+                f"{one['vocab_size']}, {other['kind']} of {other['vocab_size']}); prepare them with one"
+            )
+    is_made = any(isinstance(item, Recipe) for item in plan.items)
+    if run.data.validation and is_made and not corpus.validation:
         raise UserError(
-            f"data.validation = {share!r}: holds out none of the {train:,} documents; set data.separator if a file "
-            "holds several, raise the share, give a file of its own, or set it to 0"
+            f"data.validation = {run.data.validation!r}: holds out no document of any source; raise the share, give a "
+            "file of its own, or set it to 0"
         )
 
 
-def _made_from(run: Run, source: Source, validation: Source | float, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    if tokenizer is None:
-        section = {"kind": "bpe", "vocab_size": run.tokenizer.vocab_size}
-    else:
-        section = {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint}
-    return {
-        "source": source.describe(),
-        "validation": validation if isinstance(validation, float) else validation.describe(),
-        "separator": run.data.separator,
-        "tokenizer": section,
-    }
-
-
-def _identity(made_from: dict[str, Any]) -> dict[str, Any]:
-    # What must be equal, and no more: a source may be called by another name, a tokenizer lie in another folder.
-    def fingerprint(part: Any) -> Any:
-        return part.get("fingerprint", part) if isinstance(part, dict) else part
-
-    return {name: fingerprint(part) for name, part in made_from.items()}
-
-
-def _key(made_from: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(_identity(made_from), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _is_free(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
-def _open_own(path: Path, made_from: dict[str, Any]) -> Store:
-    store = Store.open(path)
-    found = store.manifest["made_from"]
-    there, here = _identity(found), _identity(made_from)
+def _open_own(recipe: Recipe) -> Store:
+    store = Store.open(recipe.path)
+    tidy(recipe.path)
+    found, made_from = store.manifest["made_from"], recipe.made_from
+    there, here = identity(found), identity(made_from)
     differences = [
-        f"{name} {_show(found.get(name))} there, {_show(made_from[name])} here"
-        for name in here
-        if there.get(name) != here[name]
+        f"{name} {_show(found.get(name))} there, {_show(made_from.get(name))} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
     ]
     if differences:
         raise UserError(
-            f"data.store: the store at {path} was made from something else ({'; '.join(differences)}); name another "
-            "folder, or remove that one to have it made anew"
+            f"data.store: the store at {recipe.path} was made from something else ({'; '.join(differences)}); name "
+            "another folder, or remove that one to have it made anew"
         )
     return store
 
@@ -156,42 +172,21 @@ def _show(part: Any) -> str:
     return f"{part.get('name')!r} (fingerprint {str(part.get('fingerprint'))[:8]})"
 
 
-def _open_ready(run: Run) -> Store:
-    store = Store.open(run.data.train)
-    found, asked = store.manifest["tokenizer"], run.tokenizer
-    if asked.kind == "bpe":
-        size = store.manifest["made_from"]["tokenizer"].get("vocab_size", found["vocab_size"])
-        same = found["kind"] == "bpe" and size == asked.vocab_size
-        here = f"bpe of {asked.vocab_size}"
-    else:
-        size = found["vocab_size"]
-        tokenizer = open_tokenizer(asked.kind)
-        same = tokenizer.fingerprint == found["fingerprint"]
-        here = f"{asked.kind} (fingerprint {tokenizer.fingerprint[:8]})"
-    if not same:
-        mend = f'kind = "{found["kind"]}"' + (f", vocab_size = {size}" if found["kind"] == "bpe" else "")
-        raise UserError(
-            f"tokenizer.kind = {asked.kind!r}: the store {run.data.train} was made with {found['kind']} of {size} "
-            f"(fingerprint {found['fingerprint'][:8]}), not {here}; write {mend} under [tokenizer], or name "
-            "another store"
-        )
-    return store
-
-
-def _open_nanogpt(run: Run) -> Store:
-    if not isinstance(run.data.validation, str):
-        raise UserError(
-            f"data.validation = {run.data.validation}: beside a .bin as data.train it must be a path; give val.bin's"
-        )
-    kind = run.tokenizer.kind
-    if run.tokenizer == TokenizerSection():
-        kind = "tiktoken:gpt2"  # what nanoGPT writes
-    if kind == "bpe":
-        raise UserError(
-            "tokenizer.kind = 'bpe': a .bin is encoded already; name the tokenizer that wrote it, such as tiktoken:gpt2"
-        )
-    return open_nanogpt(run.data.train, run.data.validation, open_tokenizer(kind))
+def _left_out(recipe: Recipe, store: Store) -> str:
+    left_out, duplicates = store.manifest["left_out"], store.manifest["duplicates"]
+    parts = []
+    if left_out["documents"]:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out["kinds"].items())
+        parts.append(f"{left_out['documents']:,} that can't be used ({kinds}; the first {left_out['examples'][0]})")
+    if duplicates:
+        parts.append(f"{duplicates:,} duplicates")
+    name = f"{recipe.name}: " if recipe.name else ""
+    return f"{name}documents left out: {', '.join(parts)}" if parts else ""
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int | None, tokens: int, documents: int) -> None:
+    pass
+
+
+def _unheard(text: str) -> None:
     pass

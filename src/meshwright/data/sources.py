@@ -1,144 +1,133 @@
-"""Where text comes from: Python's own source, a file, a glob, a folder; as a stream of documents."""
+"""Where text comes from: files here or at an address, Python's own source, a dataset; as a stream of documents."""
 
-import glob
 import hashlib
-import os
+import json
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from meshwright.config import SourceKeys
+from meshwright.data.documents import Document, PlacedSource, Source
+from meshwright.data.hub import open_dataset
+from meshwright.data.listing import Folder, Listing, below, list_local, list_remote, local_listing, matcher
+from meshwright.data.optional import optional
+from meshwright.data.readers import Input, kind_of, read
+from meshwright.data.rows import Rules
 from meshwright.errors import UserError
 
-CHUNK_BYTES = 1 << 20
+__all__ = ["Document", "Files", "PlacedSource", "Source", "open_source"]
 
 # Tests of the library, and what others installed into it.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Document(NamedTuple):
-    """One document, or word of one that can't be used."""
-
-    name: str
-    """Where it came from: a path, and for a part of a file `#` and its number."""
-    text: str
-    fault: str = ""
-    """Why it can't be used (`text` is then empty): it is left out and counted."""
-
-
-class Source(Protocol):
-    """A corpus. Iterating it twice must give the same documents in the same order."""
-
-    def describe(self) -> dict[str, Any]:
-        """What the corpus is, without reading it.
-
-        Returns:
-            `name`, for people; `fingerprint`, which changes when the documents do; and, where known, `bytes`, the
-            total size of the text.
-        """
-
-    def documents(self) -> Iterator[Document]:
-        """Every document, in order; holds one at a time."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Files:
-    """The documents of a list of files.
+    """The documents of a list of files; each is read by its kind, as `readers.kind_of` says.
 
-    A file is one document, its bytes kept as they are; with a separator, each part between two separators is one. What
-    isn't UTF-8 comes out as a document with a fault.
+    What can't be used comes out as a document with a fault.
     """
 
     name: str
-    root: Path
-    """The folder that document names are relative to."""
+    folder: Folder
     paths: tuple[str, ...]
-    """POSIX paths below the root, sorted."""
-    separator: str = ""
+    """POSIX paths below the folder, in the order of reading."""
+    rules: Rules = field(default_factory=Rules)
+    first: int = 0
+    """The number of the first file."""
+    bytes_read: int = 0
 
     def describe(self) -> dict[str, Any]:
         listing = hashlib.sha256()
         total = 0
         for path in self.paths:
-            stat = (self.root / path).stat()
-            listing.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
-            total += stat.st_size
+            state, kind = self.folder.state(path), kind_of(path)
+            note = "" if kind == ("text", "") else f"\0{' '.join(kind)}"
+            listing.update(f"{path}\0{state.size}\0{state.version}{note}\n".encode(errors="surrogateescape"))
+            total += state.size
+        if changed := self.rules.changed():
+            listing.update(json.dumps(changed, sort_keys=True).encode())
         return {"name": self.name, "fingerprint": listing.hexdigest(), "files": len(self.paths), "bytes": total}
 
-    def documents(self) -> Iterator[Document]:
-        for path in self.paths:
+    def documents(self, after: tuple[int, int] | None = None) -> Iterator[Document]:
+        self.bytes_read = 0
+        after_file, after_number = after or (-1, -1)
+        for file, path in enumerate(self.paths, self.first):
             try:
-                if self.separator:
-                    parts = _split_file(self.root / path, self.separator.encode())
-                    yield from (_decode(f"{path}#{number}", part) for number, part in enumerate(parts))
-                else:
-                    yield _decode(path, (self.root / path).read_bytes())
+                before, size = self.bytes_read, self.folder.state(path).size
+                if file >= after_file:
+                    yield from self._read(file, path, size, after_number if file == after_file else None)
+                self.bytes_read = before + size
             except OSError as error:
-                raise UserError(f"{self.root / path}: can't be read: {error.strerror}") from None
+                where = self.folder.where(path)
+                raise UserError(f"{where}: can't be read: {error.strerror or error}") from None
+
+    def parts(self) -> list[PlacedSource]:
+        return [
+            Files(f"{self.name} ({path})", self.folder, (path,), self.rules, file)
+            for file, path in enumerate(self.paths, self.first)
+        ]
+
+    def _read(self, file: int, path: str, size: int, after: int | None) -> Iterator[Document]:
+        kind, compression = kind_of(path)
+        if kind == "text" and not self.rules.separator and after is not None:
+            return  # its only document was read
+        before = self.bytes_read
+
+        def count(done: int) -> None:
+            self.bytes_read = before + done
+
+        with self.folder.open(path) as opened:
+            for item in read(kind, Input(opened, compression, size, count), self.rules, after):
+                # By itself a file's name says it all, where the file is one document, and where it can't be read.
+                alone = item.number == 0 and not (kind == "text" and self.rules.separator)
+                name = path if alone else f"{path}#{item.number}"
+                yield Document(name, item.text, item.fault, item.messages, (file, item.number))
 
 
-def open_source(spec: str, separator: str = "", key: str = "data.train") -> Files:
+def open_source(spec: str, keys: Any = None, key: str = "data.train") -> PlacedSource:
     """Open what a run file names as a source.
 
     Arguments:
-        spec: `python-stdlib`, a file, a folder (all files below it, hidden ones aside), or a glob (`**` recurses).
-        separator: text between two documents of one file; empty: one file is one document.
+        spec: `python-stdlib`; a file, a folder (all files below it, hidden ones aside), or a glob (`**` recurses), here
+            or at an address such as `s3://bucket/texts`; or `hf:<dataset>[:config][:split]`.
+        keys: how it is read: anything with the attributes of `SourceKeys`; None: their defaults.
         key: the run file's key, for error messages.
 
     Raises:
-        UserError: there is no such file, or nothing matches.
+        UserError: there is no such file, nothing matches, or a library is missing.
     """
-    path = Path(spec).expanduser()
-    if spec == "python-stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in _below(root, STDLIB_SKIPPED) if path.suffix == ".py"]
-    elif path.is_file():
-        paths = [path]
-    elif spec and path.is_dir():
-        paths = _below(path, set())
-        if not paths:
-            raise UserError(f"{key} = {spec!r}: the folder holds no files (hidden ones don't count); put text there")
-    elif any(sign in spec for sign in "*?["):
-        paths = [match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file()]
-        if not paths:
-            raise UserError(f"{key} = {spec!r}: matches no file; check the pattern and the working directory")
+    keys = keys or SourceKeys()
+    rules = Rules.of(keys)
+    if spec.startswith("hf:") and "://" not in spec:
+        return open_dataset(spec, rules, key)
+    kept = _kept(keys)
+    if "://" in spec:
+        folder, paths = list_remote(spec, key, kept)
+    elif spec == "python-stdlib":
+        folder, paths = _python_stdlib(kept)
     else:
+        folder, paths = list_local(spec, key, kept)
+    if not paths:
         raise UserError(
-            f"{key} = {spec!r}: no such file or folder; give a text file, a folder, a glob or python-stdlib"
+            f"{key} = {spec!r}: data.include = {keys.include} and data.exclude = {keys.exclude} leave no file; they "
+            "are globs on the paths below it"
         )
-    # Relative to what the files share, so that a corpus that moves as a whole stays the same corpus.
-    root = Path(os.path.commonpath([path.absolute().parent for path in paths]))
-    names = sorted({path.absolute().relative_to(root).as_posix() for path in paths})
-    return Files(spec, root, tuple(names), separator)
+    for kind, compression in {kind_of(path) for path in paths}:
+        if kind == "parquet":
+            optional("pyarrow", f"{key} = {spec!r}")
+        if compression == "zstd":
+            optional("zstandard", f"{key} = {spec!r}")
+    return Files(spec, folder, paths, rules)
 
 
-def _below(root: Path, skipped: set[str]) -> list[Path]:
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
+def _kept(keys: Any) -> Callable[[str], bool]:
+    included, excluded = matcher(keys.include), matcher(keys.exclude)
+    return lambda path: (not keys.include or included(path)) and not (keys.exclude and excluded(path))
 
 
-def _decode(name: str, data: bytes) -> Document:
-    try:
-        return Document(name, data.decode())
-    except UnicodeDecodeError as error:
-        return Document(name, "", fault=f"not UTF-8 (byte {error.start})")
-
-
-def _split_file(path: Path, separator: bytes) -> Iterator[bytes]:
-    buffer = bytearray()
-    searched = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            buffer += chunk
-            start = 0
-            while (end := buffer.find(separator, max(start, searched))) >= 0:
-                yield bytes(buffer[start:end])
-                start = end + len(separator)
-            del buffer[:start]
-            # A separator may lie across two chunks; all before its longest possible beginning is searched for good.
-            searched = max(0, len(buffer) - len(separator) + 1)
-    yield bytes(buffer)
+def _python_stdlib(kept: Callable[[str], bool]) -> Listing:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return local_listing([path for path in below(root, STDLIB_SKIPPED) if path.suffix == ".py"], root, kept)

@@ -2,6 +2,7 @@
 
 manifest.json               what the store holds and was made from; without it, a folder is no store
 train_00000.bin             ids, uint16 where the vocabulary fits, else uint32; end of text after each document
+train_00000.weights         of conversations: uint8 a token, 1 where it is to be learned, else 0
 train_documents.bin         uint64: the position just past each document's end of text
 validation_00000.bin        (and so on)
 tokenizer/                  what `load_tokenizer` reads
@@ -38,6 +39,7 @@ class Split:
         document_ends: uint64, the position just past each document's end of text; None: found by scanning when asked.
         byte_count: UTF-8 bytes of the documents; None: not known.
         token_bytes: the bytes of each id, where `byte_count` may be counted by scanning when asked.
+        weights: for each shard, uint8, 1 for a token that is to be learned, else 0; None: all are.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Split:
         document_ends: np.ndarray | None = None,
         byte_count: int | None = None,
         token_bytes: list[bytes] | None = None,
+        weights: list[np.ndarray] | None = None,
     ) -> None:
         self.name = name
         self.end_of_text = end_of_text
@@ -59,6 +62,7 @@ class Split:
         self._document_ends = document_ends
         self._byte_count = byte_count
         self._token_bytes = token_bytes
+        self._weights = weights
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens `start` to `start + length`, across shards.
@@ -69,18 +73,43 @@ class Split:
         Raises:
             IndexError: the range isn't within the split.
         """
+        return self._read(self._shards, start, length, np.int32)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some tokens may not be there to be learned."""
+        return self._weights is not None
+
+    def read_weights(self, start: int, length: int) -> np.ndarray:
+        """Which of tokens `start` to `start + length` are to be learned.
+
+        Returns:
+            float32 `[length]`: 1 where one is, else 0.
+
+        Raises:
+            IndexError: the range isn't within the split.
+        """
+        if self._weights is None:
+            self._check(start, length)
+            return np.ones(length, np.float32)
+        return self._read(self._weights, start, length, np.float32)
+
+    def _check(self, start: int, length: int) -> None:
         if start < 0 or length < 0 or start + length > self.token_count:
             raise IndexError(f"tokens {start} to {start + length} of {self.token_count}")
-        tokens = np.empty(length, np.int32)
+
+    def _read(self, shards: list[np.ndarray], start: int, length: int, dtype: type) -> np.ndarray:
+        self._check(start, length)
+        values: np.ndarray = np.empty(length, dtype)
         filled = 0
         shard = bisect_right(self._starts, start) - 1
         while filled < length:
             begin = start + filled - self._starts[shard]
-            part = self._shards[shard][begin : begin + length - filled]
-            tokens[filled : filled + len(part)] = part
+            part = shards[shard][begin : begin + length - filled]
+            values[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
-        return tokens
+        return values
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -178,7 +207,20 @@ class Store:
             entry = manifest["splits"][name]
             shards = [_map(path / shard["file"], dtype, shard["tokens"]) for shard in entry["shards"]]
             ends = _map(path / entry["documents_file"], np.dtype("<u8"), entry["documents"])
-            splits[name] = Split(name, shards, manifest["tokenizer"]["end_of_text"], ends, entry["bytes"])
+            weighted = any("weights" in shard for shard in entry["shards"])
+            weights = [
+                _map(path / shard["weights"], np.dtype(np.uint8), shard["tokens"])
+                for shard in entry["shards"]
+                if weighted
+            ]
+            splits[name] = Split(
+                name,
+                shards,
+                manifest["tokenizer"]["end_of_text"],
+                ends,
+                entry["bytes"],
+                weights=weights if weighted else None,
+            )
         return Store(path, manifest, splits)
 
 

@@ -2,21 +2,24 @@
 
 Every kind keeps three rules. What text says is text: a literal `<|endoftext|>` in a document becomes ordinary tokens.
 Nothing is added: no beginning, no end of text. And ids that stand for no text (end of text, other special tokens, ids
-beyond the vocabulary) decode to nothing.
+beyond the vocabulary) decode to nothing. Only `encode_spans` can be told of text in which special tokens count: what a
+chat template writes.
 """
 
 import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from meshwright.data.marked import Span, SpanEncoder, encode_apart
+from meshwright.data.tokenizer_files import read_folder, read_tokenizer, spell_byte_level, spell_sentencepiece
 from meshwright.errors import UserError, closest
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,8 +59,23 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what maps text to ids, so equal tokenizers have equal ones wherever they came from."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens, by how they are written."""
+
+    @property
+    def template_variables(self) -> Mapping[str, str]:
+        """Special tokens by the names that chat templates know them by, such as `eos_token`."""
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template that came with it; empty where none did."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
+
+    def encode_spans(self, spans: Sequence[Span]) -> list[list[int]]:
+        """The ids of each span of a text, some pieces of which may be such that special tokens count in them."""
 
     def encode_batch(self, texts: list[str]) -> Sequence[list[int] | np.ndarray]:
         """The ids of each text, in the order given; uses every core."""
@@ -79,9 +97,15 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_text = 256
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
+    special_tokens: Mapping[str, int] = {END_OF_TEXT: 256}
+    template_variables: Mapping[str, str] = {"eos_token": END_OF_TEXT}
+    chat_template = ""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_spans(self, spans: Sequence[Span]) -> list[list[int]]:
+        return encode_apart(spans, self.special_tokens, self.encode)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -98,6 +122,8 @@ class ByteTokenizer:
 
 class TiktokenTokenizer:
     """One of tiktoken's encodings. It doesn't travel with a store: tiktoken keeps the files in its own cache."""
+
+    chat_template = ""
 
     def __init__(self, kind: str) -> None:
         import tiktoken
@@ -116,6 +142,9 @@ class TiktokenTokenizer:
         self.kind = kind
         self.vocab_size = self._encoding.n_vocab
         self.end_of_text = self._encoding.eot_token
+        names = sorted(self._encoding.special_tokens_set)
+        self.special_tokens = {name: self._encoding.encode_single_token(name) for name in names}
+        self.template_variables = {"eos_token": self._encoding.decode([self.end_of_text])}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -128,9 +157,14 @@ class TiktokenTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
+    def encode_spans(self, spans: Sequence[Span]) -> list[list[int]]:
+        return encode_apart(spans, self.special_tokens, self.encode)
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda text: self._encoding.encode_to_numpy(text, disallowed_special=()), texts))
+        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
+        threads = _thread_count()
+        with ThreadPoolExecutor(threads) as pool:
+            return list((pool.map if threads > 1 else map)(encode, texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         return _join(self.token_bytes(), ids).decode(errors="replace")
@@ -140,7 +174,7 @@ class TiktokenTokenizer:
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        special = {self._encoding.encode_single_token(name) for name in self._encoding.special_tokens_set}
+        special = set(self.special_tokens.values())
         values = [b""] * self.vocab_size
         for token in range(self.vocab_size):
             if token not in special:
@@ -160,7 +194,7 @@ class LibraryTokenizer:
     Arguments:
         kind: `bpe` or `hf:<name or folder>`.
         tokenizer: a `tokenizers.Tokenizer`.
-        config: what `tokenizer_config.json` says; `eos_token` names the end of text.
+        config: what `tokenizer_config.json` says; `eos_token` names the end of text, `chat_template` is one.
 
     Raises:
         UserError: it has no end-of-text token.
@@ -175,15 +209,35 @@ class LibraryTokenizer:
         self.kind = kind
         self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values()) + 1
-        named = config.get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        end = next((name for name in (named, *KNOWN_ENDS) if name in self._vocabulary), None)
+        named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+        end = next((name for name in (named.get("eos_token"), *KNOWN_ENDS) if name in self._vocabulary), None)
         if end is None:
             raise UserError(
                 f"tokenizer.kind = {kind!r}: has no end-of-text token; name one as eos_token in the "
                 "tokenizer_config.json beside tokenizer.json"
             )
         self.end_of_text = self._vocabulary[end]
+        self.template_variables = {name: text for name, text in named.items() if text} | {"eos_token": end}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The library's own pickle forgets that special tokens in text are text.
+        return LibraryTokenizer, (self.kind, self._tokenizer, self._config)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @property
+    def chat_template(self) -> str:
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {one.get("name"): one.get("template") for one in template}.get("default")
+        return template if isinstance(template, str) else ""
+
+    @cached_property
+    def _span_encoder(self) -> SpanEncoder:
+        return SpanEncoder(self._tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -192,6 +246,9 @@ class LibraryTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, spans: Sequence[Span]) -> list[list[int]]:
+        return self._span_encoder.encode(spans)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -206,7 +263,7 @@ class LibraryTokenizer:
     def _token_bytes(self) -> list[bytes]:
         added = self._tokenizer.get_added_tokens_decoder()
         byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
-        spell = _spell_byte_level if byte_level else _spell_sentencepiece
+        spell = spell_byte_level if byte_level else spell_sentencepiece
         values = [b""] * self.vocab_size
         for piece, token in self._vocabulary.items():
             if token not in added:
@@ -255,7 +312,7 @@ def open_tokenizer(kind: str) -> Tokenizer:
     if kind.startswith("tiktoken:"):
         return TiktokenTokenizer(kind)
     if kind.startswith("hf:"):
-        return _open_hugging_face(kind)
+        return LibraryTokenizer(kind, *read_tokenizer(kind))
     ready_made = ["bytes", "tiktoken:<name>", "hf:<name or folder>"]
     raise UserError(f"tokenizer.kind = {kind!r}: not a ready-made tokenizer; choose from {', '.join(ready_made)}")
 
@@ -310,68 +367,24 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except (OSError, ValueError, KeyError):
         raise UserError(f"{folder / 'spec.json'}: missing or broken; prepare the store anew") from None
     if kind == "bpe" or kind.startswith("hf:"):
-        return _open_folder(kind, folder)
+        return LibraryTokenizer(kind, *read_folder(folder))
     return open_tokenizer(kind)
 
 
-def _open_hugging_face(kind: str) -> Tokenizer:
-    name = kind.removeprefix("hf:")
-    if Path(name).is_dir():
-        return _open_folder(kind, Path(name))
-    mend = "give the path of a folder that holds tokenizer.json, or the name of a model on the hub"
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise UserError(f"tokenizer.kind = {kind!r}: no such folder; {mend}")
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_pretrained(name)
-    except Exception as error:
-        raise UserError(
-            f"tokenizer.kind = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); {mend}"
-        ) from None
-    return LibraryTokenizer(kind, tokenizer, {})
+def _thread_count() -> int:
+    # What bounds the threads of the `tokenizers` library bounds ours: a worker among many has one.
+    asked = os.environ.get("RAYON_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else os.cpu_count() or 1
 
 
-def _open_folder(kind: str, folder: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; a tokenizer's folder must hold tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise UserError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from None
-    config_path = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{config_path}: not valid JSON ({error})") from None
-    return LibraryTokenizer(kind, tokenizer, config)
+def _content(named: Any) -> str:
+    # A token in tokenizer_config.json: its text, or a form whose `content` that is.
+    text = named.get("content") if isinstance(named, dict) else named
+    return text if isinstance(text, str) else ""
 
 
 def _join(token_bytes: list[bytes], ids: Iterable[int]) -> bytes:
     return b"".join(token_bytes[i] for i in ids if i < len(token_bytes))
-
-
-def _byte_letters() -> dict[str, int]:
-    # Byte-level vocabularies write a printable byte as itself and the others, in order, as the letters from U+0100.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
-
-
-def _spell_byte_level(piece: str) -> bytes:
-    return bytes(BYTE_LETTERS[letter] for letter in piece)
-
-
-def _spell_sentencepiece(piece: str) -> bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:5], 16)])
-    return piece.replace("▁", " ").encode()
 
 
 def _stated(form: Any) -> Any:

@@ -116,9 +116,8 @@ def whole_attention(
     Returns:
         `[B, T, H, E]`, of the type of the values.
     """
-    if segments_BT is not None:
-        return attend(q_BTHC, k_BTKC, v_BTKE, causal_mask(jnp.arange(q_BTHC.shape[1]), segments_BT))
-    return causal_attention(*(x.swapaxes(1, 2) for x in (q_BTHC, k_BTKC, v_BTKE))).swapaxes(1, 2)
+    by_head = (x.swapaxes(1, 2) for x in (q_BTHC, k_BTKC, v_BTKE))
+    return causal_attention(*by_head, segments_BT).swapaxes(1, 2)
 
 
 def self_attention(

@@ -117,25 +117,30 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 @jax.custom_vjp
-def causal_attention(q_BHTC: jax.Array, k_BKTC: jax.Array, v_BKTE: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BHTC: jax.Array, k_BKTC: jax.Array, v_BKTE: jax.Array, segments_BT: jax.Array | None = None
+) -> jax.Array:
     """Softmax attention to this and earlier positions; head `h` uses key-value head `h // G`.
 
-    Scores and softmax are in float32.
+    Scores and softmax are in float32. Of a row with segments, a position sees those of its own one alone.
 
     Returns:
         `[B, H, T, E]`, of the type of `v_BKTE`.
     """
-    return _attention_forward(q_BHTC, k_BKTC, v_BKTE)[0]
+    return _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT)[0]
 
 
-def _attention_forward(q_BHTC, k_BKTC, v_BKTE):
+def _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT=None):
     batch, heads, time, width = q_BHTC.shape
     kv_heads = k_BKTC.shape[1]
     rows = heads // kv_heads * time  # the queries of a group, one head after another
     q_BKRC = (q_BHTC * width**-0.5).reshape(batch, kv_heads, rows, width)
     scores_BKRS = _product(q_BKRC, k_BKTC, 3, 3).astype(jnp.float32)
-    seen_RS = jnp.tile(jnp.tril(jnp.ones((time, time), bool)), (heads // kv_heads, 1))
-    scores_BKRS = jnp.where(seen_RS, scores_BKRS, jnp.finfo(jnp.float32).min)
+    seen_B1TS = jnp.tril(jnp.ones((time, time), bool))[None, None]
+    if segments_BT is not None:
+        seen_B1TS = seen_B1TS & (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+    seen_B1RS = jnp.tile(seen_B1TS, (1, 1, heads // kv_heads, 1))
+    scores_BKRS = jnp.where(seen_B1RS, scores_BKRS, jnp.finfo(jnp.float32).min)
     exp_BKRS = jnp.exp(scores_BKRS - scores_BKRS.max(axis=-1, keepdims=True))
     weights_BKRS = (exp_BKRS / exp_BKRS.sum(axis=-1, keepdims=True)).astype(v_BKTE.dtype)
     y_BKRE = _product(weights_BKRS, v_BKTE, 3, 2).astype(v_BKTE.dtype)
@@ -156,6 +161,7 @@ def _attention_backward(kept, dy_BHTE):
         dq_BKRC.astype(dtype).reshape(*dy_BHTE.shape[:3], -1),
         jnp.swapaxes(dk_BKTC, 2, 3).astype(dtype),
         jnp.swapaxes(dv_BKTE, 2, 3).astype(dtype),
+        None,
     )
 
 

@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from meshwright.track.metrics import PER_SOURCE
 from meshwright.track.text import clock, visible
 
-_TRAINING_KEYS = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu"}
+_TRAINING_KEYS = {
+    *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "epochs")
+}
 _PREPARE_SECONDS = 5.0
 
 
@@ -68,9 +71,9 @@ class Console(Protocol):
         """Show how far the preparation of data is.
 
         Arguments:
-            stage: what is being done, such as `tokenize`.
-            done_bytes: text read in this stage so far.
-            total_bytes: text that this stage reads; None: not known.
+            stage: what is being done, such as `encode`.
+            done_bytes: read in this stage so far, by earlier calls too where the work was gone on with.
+            total_bytes: what this stage reads; None: not known.
             tokens: tokens written so far.
             documents: documents read so far.
         """
@@ -80,6 +83,37 @@ class Console(Protocol):
 
     def close(self) -> None:
         """Give the terminal back as it was, also after an error; harmless when called twice."""
+
+
+class PrepareSpeed:
+    """How fast data is being prepared: since the first report of a stage."""
+
+    def __init__(self) -> None:
+        self._first = ("", 0.0, 0, 0)
+
+    def update(self, stage: str, done_bytes: int, total_bytes: int | None, tokens: int) -> tuple[list[str], float]:
+        """Take a report.
+
+        Arguments:
+            stage: as all of these, see `Console.prepare_progress`.
+            done_bytes: see there.
+            total_bytes: see there.
+            tokens: see there.
+
+        Returns:
+            The speeds in words, and the seconds left (NaN: not known). With the first report of a stage, none are.
+        """
+        now = time.monotonic()
+        if stage != self._first[0]:
+            self._first = (stage, now, done_bytes, tokens)
+        _, start, first_bytes, first_tokens = self._first
+        seconds, read, made = now - start, done_bytes - first_bytes, tokens - first_tokens
+        if seconds <= 0 or read <= 0:
+            return [], nan
+        words = [f"{read / seconds / 1e6:,.1f} MB/s"]
+        if made:
+            words.append(f"{made / seconds:,.0f} tokens/s")
+        return words, (total_bytes - done_bytes) * seconds / read if total_bytes else nan
 
 
 def make_console(stream: TextIO | None = None) -> Console:
@@ -115,6 +149,7 @@ class PlainConsole:
         self._first: tuple[int, float] | None = None
         self._stage: tuple[str, bool] = ("", False)
         self._stage_shown = 0.0
+        self._speed = PrepareSpeed()
 
     def start(self, run: str, header: dict[str, str], total_steps: int, start_step: int) -> None:
         """See `Console`."""
@@ -152,13 +187,16 @@ class PlainConsole:
     ) -> None:
         """See `Console`."""
         now, done = time.monotonic(), total_bytes is not None and done_bytes >= total_bytes > 0
+        speeds, left = self._speed.update(stage, done_bytes, total_bytes, tokens)
         if stage != self._stage[0]:
             self._stage, self._stage_shown = (stage, False), now
         if (done and not self._stage[1]) or now - self._stage_shown >= _PREPARE_SECONDS:
             self._stage, self._stage_shown = (stage, done), now
             share = f"{done_bytes / total_bytes:4.0%}  " if total_bytes else ""
             size = f"{done_bytes / 1e6:,.1f}" + (f"/{total_bytes / 1e6:,.1f} MB" if total_bytes else " MB")
-            self._line(f"{stage}  {share}{size}  {tokens:,} tokens  {documents:,} documents")
+            counts = f"{stage}  {share}{size}  {tokens:,} tokens  {documents:,} documents"
+            rest = [] if done or isnan(left) else [f"eta {clock(left)}"]
+            self._line("  ".join([counts, *speeds, *rest]))
 
     def finish(self, summary: Summary) -> None:
         """See `Console`."""
@@ -210,7 +248,8 @@ def record_parts(record: Mapping[str, Any]) -> list[str]:
         if key in record:
             parts.append(form.format(record[key]))
     more = {key: value for key, value in record.items() if key not in _TRAINING_KEYS}
-    more = {key: value for key, value in more.items() if not key.startswith("expert_load/")}  # as many as experts
+    many = ("expert_load/", *PER_SOURCE)  # as many as experts, or sources
+    more = {key: value for key, value in more.items() if not key.startswith(many)}
     return parts + [f"{key} {value:.4g}" for key, value in more.items()]
 
 

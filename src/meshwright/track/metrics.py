@@ -15,6 +15,9 @@ from meshwright.errors import UserError
 Table = dict[str, np.ndarray]
 """Columns by name, all of one length: float64, NaN where a record lacks the key."""
 
+PER_SOURCE = ("tokens/", "epochs/")
+"""How the keys of a training record begin that stand for one source of several; its name follows."""
+
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -85,8 +88,9 @@ class MetricsLog(JsonLines):
 
     A training record holds `step`, `loss` (nats a token), `learning_rate`, `grad_norm` (before clipping), `tokens`
     (trained so far), `tokens_per_second`, `step_seconds` (mean since the record before), `mfu` (a share of 1) where
-    the device's peak is known, and any metrics of one's own. An evaluation is a record of its own: `step`, `val_loss`
-    (nats a token), `val_perplexity`, `val_bits_per_byte`.
+    the device's peak is known, `epochs` (how often the training text was gone through; of several sources
+    `epochs/<name>` and `tokens/<name>`), and any metrics of one's own. An evaluation is a record of its own: `step`,
+    `val_loss` (nats a token), `val_perplexity`, `val_bits_per_byte`.
     """
 
 

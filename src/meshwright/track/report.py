@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.track.charts import SMOOTH_FROM, Series, chart, smooth
-from meshwright.track.metrics import as_table, read_lines, read_metrics
+from meshwright.track.metrics import PER_SOURCE, as_table, read_lines, read_metrics
 from meshwright.track.page import PAGE
 from meshwright.track.text import clock, short, visible
 
@@ -30,7 +30,7 @@ _SMALL_CHARTS = {
     "mfu": "Model FLOPs utilization",
 }
 _EVALUATION = {"val_loss": "Validation loss", "val_bits_per_byte": "Bits per byte", "val_perplexity": "Perplexity"}
-_NOT_CHARTS = {"step", "loss", "tokens", "step_seconds", *_EVALUATION}
+_NOT_CHARTS = {"step", "loss", "tokens", "step_seconds", "epochs", *_EVALUATION}
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -61,7 +61,7 @@ def write_report(run_dir: str | Path) -> Path:
         facts=_facts(run),
         tiles=_tiles(columns, _parameters(run_dir)),
         charts=_charts(columns),
-        evaluations=_evaluations(columns),
+        evaluations=_sources(columns) + _evaluations(columns),
         samples=_samples(read_lines(samples) if samples.exists() else []),
         run_file=_highlight(run_text),
     )
@@ -94,7 +94,10 @@ def _parameters(run_dir: Path) -> int | None:
 
 def _facts(run: dict[str, Any]) -> str:
     model, train = run.get("model", {}), run.get("train", {})
-    facts = [run.get("engine"), model.get("preset"), run.get("data", {}).get("train")]
+    data = run.get("data", {}).get("train")
+    if isinstance(data, list):
+        data = f"{len(data)} sources"
+    facts = [run.get("engine"), model.get("preset"), data]
     if {"batch_size", "sequence_length"} <= train.keys():
         facts.append(f"batch {train['batch_size']} \N{MULTIPLICATION SIGN} {train['sequence_length']} tokens")
     facts.append(f"seed {run['seed']}" if "seed" in run else None)
@@ -118,7 +121,8 @@ def _tiles(columns: Columns, parameters: int | None) -> str:
         tiles.append(("Training loss", _fixed(losses[-1]), f"at step {steps[-1]:,.0f}"))
     if "tokens" in columns:
         steps, tokens = columns["tokens"]
-        tiles.append(("Tokens trained", short(tokens[-1]), f"in {steps[-1]:,.0f} steps"))
+        epochs = f", {short(columns['epochs'][1][-1])} epochs" if "epochs" in columns else ""
+        tiles.append(("Tokens trained", short(tokens[-1]), f"in {steps[-1]:,.0f} steps{epochs}"))
     if "step_seconds" in columns:
         steps, seconds = columns["step_seconds"]
         whole = float(np.nansum(np.diff(steps, prepend=0.0) * seconds))
@@ -161,24 +165,44 @@ def _charts(columns: Columns) -> str:
     if "val_loss" in columns:
         losses.append(Series("validation", *columns["val_loss"], "dots", "validation"))
     charts = [chart("Loss", losses, last_x=last_x, wide=True)] if losses else []
-    own = {key: key for key in columns if key not in _NOT_CHARTS and key not in _SMALL_CHARTS}
+    own = {
+        key: key
+        for key in columns
+        if key not in _NOT_CHARTS and key not in _SMALL_CHARTS and not key.startswith(PER_SOURCE)
+    }
     for key, title in {**_SMALL_CHARTS, **own}.items():
         if key in columns:
             charts.append(chart(title, [Series(title, *columns[key])], last_x=last_x))
     return "".join(charts)
 
 
+def _sources(columns: Columns) -> str:
+    names = [key.removeprefix("epochs/") for key in columns if key.startswith("epochs/")]
+    if not names:
+        return ""
+    tokens, epochs = ([columns[f"{kind}/{name}"][1][-1] for name in names] for kind in ("tokens", "epochs"))
+    rows = [
+        [escape(name), short(many), f"{many / max(sum(tokens), 1):.1%}", short(often)]
+        for name, many, often in zip(names, tokens, epochs, strict=True)
+    ]
+    table = _table(["Source", "Tokens", "Share", "Epochs"], rows)
+    return f"<section><h2>Sources</h2>{table}</section>"
+
+
 def _evaluations(columns: Columns) -> str:
     if "val_loss" not in columns:
         return ""
     keys = [key for key in _EVALUATION if key in columns]
-    head = "".join(f'<th scope="col">{name}</th>' for name in ["Step", *(_EVALUATION[key] for key in keys)])
-    rows = []
-    for step in columns["val_loss"][0][::-1]:
-        cells = "".join(f"<td>{_at(columns[key], step)}</td>" for key in keys)
-        rows.append(f"<tr><td>{step:,.0f}</td>{cells}</tr>")
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    steps = columns["val_loss"][0][::-1]
+    rows = [[f"{step:,.0f}", *(_at(columns[key], step) for key in keys)] for step in steps]
+    table = _table(["Step", *(_EVALUATION[key] for key in keys)], rows)
     return f"<details><summary>All evaluations</summary>{table}</details>"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    names = "".join(f'<th scope="col">{name}</th>' for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def _at(column: tuple[np.ndarray, np.ndarray], step: float) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from math import nan
 from typing import Any
 
 from rich.box import HORIZONTALS
@@ -11,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.track.console import Summary, evaluation_parts, finish_rows
-from meshwright.track.text import visible
+from meshwright.track.console import PrepareSpeed, Summary, evaluation_parts, finish_rows
+from meshwright.track.text import clock, visible
 
 _REFRESH_HZ = 5
 # Rich forgets older samples than this when it estimates the time left; steps of a large model are slow.
@@ -31,6 +32,7 @@ class RichConsole:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._stages: dict[str, TaskID] = {}
+        self._speed = PrepareSpeed()
         self._step = 0
         self._next_update = 0.0
         self._best: float | None = None
@@ -98,16 +100,17 @@ class RichConsole:
                 BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[counts]}", markup=False),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
                 TextColumn("left", style="dim"),
             )
         if stage not in self._stages:
-            self._stages[stage] = self._bar.add_task(stage, total=total_bytes or None, counts="")
+            self._stages[stage] = self._bar.add_task(stage, total=total_bytes or None, counts="", left=clock(nan))
+        speeds, left = self._speed.update(stage, done_bytes, total_bytes, tokens)
         now = time.monotonic()
         if now >= self._next_update or done_bytes >= (total_bytes or 1):
             self._next_update = now + 1 / _REFRESH_HZ
-            counts = f"{tokens:,} tokens, {documents:,} documents"
-            self._bar.update(self._stages[stage], completed=done_bytes, counts=counts)
+            counts = "  ".join([f"{documents:,} documents", *speeds])
+            self._bar.update(self._stages[stage], completed=done_bytes, counts=counts, left=clock(left))
 
     def finish(self, summary: Summary) -> None:
         """See `Console`."""

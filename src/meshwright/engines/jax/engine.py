@@ -22,7 +22,7 @@ from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.spec import ModelSpec
 
 RESERVED_METRICS = {
-    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"),
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu", "epochs"),
     *("router_penalty", "expert_load", "expert_load_max", "dropped"),
 }
 

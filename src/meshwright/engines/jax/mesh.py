@@ -91,6 +91,11 @@ def check_mesh(run: Run, spec: ModelSpec, sizes: dict[str, int]) -> None:
         )
 
 
+def masks_documents(run: Run) -> bool:
+    """Whether the batches of a run say where documents lie."""
+    return run.data.packing == "packed" and run.data.document_mask
+
+
 def _time_shares(sizes: dict[str, int]) -> int:
     return 2 * sizes["context"] if sizes["context"] > 1 else 1
 
@@ -150,8 +155,9 @@ class RunMesh:
         """The shapes of what `place` gives."""
         shape = (self.accumulate, run.micro_batch_size, run.train.sequence_length)
         sharding = self.sharding(_BATCH)
-        kinds = (np.int32, np.int32, np.float32)
-        return Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in kinds))  # type: ignore[arg-type]
+        whole = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        documents = whole if masks_documents(run) else None
+        return Batch(whole, whole, whole.update(dtype=np.float32), documents, documents)  # type: ignore[arg-type]
 
     def _place(self, sharding: NamedSharding, x_ART: np.ndarray) -> jax.Array:
         shares = math.prod(self.sizes[axis] for axis in ACTIVATIONS["batch"])

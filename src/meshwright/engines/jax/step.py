@@ -67,19 +67,21 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
 
     def hidden(model: Any, batch: Batch, keys_AM: jax.Array | None) -> tuple[jax.Array, Routing | None]:
         if sizes["pipeline"] == 1:
+            one = jax.tree.map(lambda x_AMT: x_AMT[0], batch)
             x_MTD, routing_L = model.hidden(
-                batch.inputs_BT[0],
-                weights_BT=batch.weights_BT[0],
+                one.inputs_BT,
+                positions_BT=one.positions_BT,
+                segments_BT=one.segments_BT,
+                weights_BT=one.weights_BT,
                 dtype=dtype,
                 dropout_keys_B=None if keys_AM is None else keys_AM[0],
                 scan_layers=run.train.scan_layers,
                 remat=run.train.remat,
             )
             return x_MTD[None], routing_L
-        start = partial(model.start, positions_BT=None, segments_BT=None, dtype=dtype)
-        starts_A = jax.vmap(lambda inputs, weights, keys: start(inputs, weights_BT=weights, dropout_keys_B=keys))(
-            batch.inputs_BT, batch.weights_BT, keys_AM
-        )
+        starts_A = jax.vmap(
+            lambda one, keys: model.start(one.inputs_BT, one.positions_BT, one.segments_BT, one.weights_BT, dtype, keys)
+        )(batch, keys_AM)
         x_AMTD, routing_L = pipelined(
             model,
             starts_A,

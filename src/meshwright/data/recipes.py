@@ -1,0 +1,184 @@
+"""What the stores of a run are to be made from, before anything is read."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.config import DataSection, MixedSource, Run, TokenizerSection
+from meshwright.data.chat import make_template
+from meshwright.data.documents import Source
+from meshwright.data.make import Recipe
+from meshwright.data.partial import identity
+from meshwright.data.sources import open_source
+from meshwright.data.store import Store, open_nanogpt
+from meshwright.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
+from meshwright.errors import UserError
+
+
+class Plan(NamedTuple):
+    """The stores of a run: those to be made, and those that lie ready."""
+
+    items: list[Recipe | Store]
+    names: list[str]
+    weights: list[list[tuple[int, float]]]
+    tokenizer: Tokenizer | None
+    """What encodes; None: to be trained on what the recipes say."""
+
+
+def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = None) -> Plan:
+    """The stores of a run, in the order of its sources.
+
+    Arguments:
+        run: the run.
+        source: documents from Python, in place of `data.train`.
+        tokenizer: what encodes, in place of `tokenizer.kind`.
+
+    Raises:
+        UserError: a source or the tokenizer can't be had, or a store that lies ready has another tokenizer.
+    """
+    listed = run.data.sources
+    if source is not None:
+        names, weights = names_of([source.describe()["name"]]), [[(0, 1.0)]]
+        found: list[Source | Store] = [source]
+        keys: list[MixedSource | DataSection] = [run.data]
+    else:
+        names = names_of([one.source for one in listed])
+        weights = [[(0, one.weight), *((later.step, later.weight) for later in one.later)] for one in listed]
+        found, keys = [_open(run, one) for one in listed], [*listed]
+    ready = [one for one in found if isinstance(one, Store)]
+    if tokenizer is None and len(ready) < len(found):
+        if run.tokenizer.kind != "bpe":
+            tokenizer = open_tokenizer(run.tokenizer.kind)
+        elif ready:
+            tokenizer = ready[0].tokenizer()
+    items = _Planning(run, tokenizer, found, names, keys).items()
+    return Plan(items, names, weights, tokenizer)
+
+
+class _Planning:
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: Tokenizer | None,
+        found: list[Source | Store],
+        names: list[str],
+        keys: list[MixedSource | DataSection],
+    ) -> None:
+        self.run, self.tokenizer, self.found, self.names, self.keys = run, tokenizer, found, names, keys
+        self.described = {i: one.describe() for i, one in enumerate(found) if not isinstance(one, Store)}
+        self.held_out: Source | None = None
+        if isinstance(run.data.validation, str) and self.described:
+            self.held_out = open_source(run.data.validation, run.data, "data.validation")
+
+    def items(self) -> list[Recipe | Store]:
+        """A recipe for each source that isn't a store."""
+        return [one if isinstance(one, Store) else self._recipe(i, one) for i, one in enumerate(self.found)]
+
+    def _recipe(self, index: int, source: Source) -> Recipe:
+        data, alone = self.run.data, len(self.found) == 1
+        is_first = index == min(self.described)
+        share = 0.0 if isinstance(data.validation, str) else float(data.validation)
+        validation = self.held_out if self.held_out is not None and is_first else share
+        apart = self.held_out if data.deduplicate and not is_first else None
+        made_from = {
+            "source": self.described[index],
+            "validation": validation if isinstance(validation, float) else validation.describe(),
+            "separator": self.keys[index].separator,
+            "tokenizer": self._tokenizer(),
+        }
+        if data.normalize != "none":
+            made_from["normalize"] = data.normalize
+        if data.deduplicate:
+            made_from["deduplicate"] = True
+        if apart is not None:
+            made_from["apart_from"] = apart.describe()
+        chat = self.keys[index].chat or (data.chat if isinstance(data.validation, str) else "")
+        if chat:
+            # One that is to be trained gives a template what one trained on nothing does.
+            tokenizer = self.tokenizer or train_bpe([], 257)
+            made_from["chat"] = {"name": chat, "fingerprint": make_template(chat, tokenizer).identity()}
+        path = Path(data.store or f"stores/{_key(made_from)}")
+        if data.store and not alone:
+            path /= f"{index + 1}-{self.names[index]}"
+        named = data.train if isinstance(data.train, str) else self.described[index]["name"]
+        key = f"data.train = {named!r}" if alone else f"data.train, source {named!r}"
+        name = "" if alone else self.names[index]
+        return Recipe(name, key, path, source, validation, apart, chat, made_from)
+
+    def _tokenizer(self) -> dict[str, Any]:
+        if self.tokenizer is not None:
+            return {"kind": self.tokenizer.kind, "fingerprint": self.tokenizer.fingerprint}
+        section: dict[str, Any] = {"kind": "bpe", "vocab_size": self.run.tokenizer.vocab_size}
+        if len(self.described) > 1:
+            section["trained_on"] = [described["fingerprint"] for described in self.described.values()]
+        return section
+
+
+def _open(run: Run, one: MixedSource) -> Source | Store:
+    if one.source.endswith(".bin"):
+        if isinstance(run.data.train, list) and len(run.data.train) > 1:
+            raise UserError(
+                f"data.train, source {one.source!r}: a nanoGPT .bin must be the only source; give the text of it"
+            )
+        return _open_nanogpt(run, one.source)
+    if (Path(one.source) / "manifest.json").is_file():
+        return _open_ready(run, one.source)
+    return open_source(one.source, one)
+
+
+def _open_ready(run: Run, path: str) -> Store:
+    store = Store.open(path)
+    found, asked = store.manifest["tokenizer"], run.tokenizer
+    if asked.kind == "bpe":
+        size = store.manifest["made_from"]["tokenizer"].get("vocab_size", found["vocab_size"])
+        same = found["kind"] == "bpe" and size == asked.vocab_size
+        here = f"bpe of {asked.vocab_size}"
+    else:
+        size = found["vocab_size"]
+        tokenizer = open_tokenizer(asked.kind)
+        same = tokenizer.fingerprint == found["fingerprint"]
+        here = f"{asked.kind} (fingerprint {tokenizer.fingerprint[:8]})"
+    if not same:
+        mend = f'kind = "{found["kind"]}"' + (f", vocab_size = {size}" if found["kind"] == "bpe" else "")
+        raise UserError(
+            f"tokenizer.kind = {asked.kind!r}: the store {path} was made with {found['kind']} of {size} "
+            f"(fingerprint {found['fingerprint'][:8]}), not {here}; write {mend} under [tokenizer], or name "
+            "another store"
+        )
+    return store
+
+
+def _open_nanogpt(run: Run, path: str) -> Store:
+    if not isinstance(run.data.validation, str):
+        raise UserError(
+            f"data.validation = {run.data.validation}: beside a .bin as data.train it must be a path; give val.bin's"
+        )
+    kind = run.tokenizer.kind
+    if run.tokenizer == TokenizerSection():
+        kind = "tiktoken:gpt2"  # what nanoGPT writes
+    if kind == "bpe":
+        raise UserError(
+            "tokenizer.kind = 'bpe': a .bin is encoded already; name the tokenizer that wrote it, such as tiktoken:gpt2"
+        )
+    return open_nanogpt(path, run.data.validation, open_tokenizer(kind))
+
+
+def _key(made_from: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity(made_from), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def names_of(specs: list[str]) -> list[str]:
+    """Short names of sources, all different, that may name a folder.
+
+    Arguments:
+        specs: as in a run file.
+    """
+    names: list[str] = []
+    for spec in specs:
+        parts = [part for part in spec.split("/") if part.strip(".") and not any(sign in part for sign in "*?[")]
+        short = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1] if parts else "")[:40].strip("-.") or "source"
+        taken = [name for name in names if name == short or re.fullmatch(re.escape(short) + r"-\d+", name)]
+        names.append(f"{short}-{len(taken) + 1}" if taken else short)
+    return names
