@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import kill, meshwright, run_values, start_meshwright, wait_for, write_corpus, write_run
+from helpers import kill, meshwright, run_values, start_meshwright, virtual_devices, wait_for, write_corpus, write_run
 
 import meshwright as mw
 from meshwright.checkpoints import Checkpoints
@@ -50,9 +50,7 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("meshes").resolve()
     write_corpus(folder / "texts")
     write_run(folder / "run.toml", RUN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # most of the time goes into compiling
-        yield folder
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -292,10 +290,9 @@ print(json.dumps([whole, memory.temp_size_in_bytes, memory.output_size_in_bytes]
 
 def initial_memory(fsdp: int) -> tuple[int, int, int]:
     """Bytes of the whole state, and a device's temporary and output bytes in the making of it."""
-    flags = f"--xla_force_host_platform_device_count={fsdp}"
     done = subprocess.run(
         [sys.executable, "-c", INITIAL],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, **virtual_devices(fsdp)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -347,10 +344,9 @@ print(json.dumps(found))
 def test_no_gradient_flows_to_what_comes_later():
     """Of a loss at one place, on meshes that cut time: exactly none to later tokens, nor to other sequences."""
     places = [0, 2, 5, 8, 11, 15]
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, "-c", CAUSALITY, str(Path(__file__).parent / "parity"), json.dumps(places)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, **virtual_devices(4)},
         capture_output=True,
         text=True,
         timeout=150,

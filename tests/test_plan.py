@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import MAIN, meshwright, run_values, write_corpus, write_run
+from helpers import MAIN, meshwright, run_values, virtual_devices, write_corpus, write_run
 
 import meshwright as mw
 from meshwright import api
@@ -19,7 +19,7 @@ from meshwright.models.decoder import parameter_count
 
 MODEL = {"vocab_size": 61, "layers": 4, "heads": 4, "kv_heads": 4}
 TRAIN = {"batch_size": 16, "scan_layers": True}
-EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+EIGHT = virtual_devices(8)
 
 MESHES = {
     "fsdp": {"data": 1, "fsdp": 8},
