@@ -12,6 +12,12 @@ WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone
 MAIN = [sys.executable, "-c", "from meshwright.cli import main; main(prog_name='meshwright')"]
 
 
+def virtual_devices(number: int) -> dict[str, str]:
+    """What the environment of a process must say for it to have so many virtual devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}"
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
 def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
     """A folder of small text files with a little structure to learn."""
     folder.mkdir(parents=True, exist_ok=True)

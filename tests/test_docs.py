@@ -35,6 +35,7 @@ def load(path: Path):
 tour = load(ROOT / "benchmarks/readme_tour.py")
 run_file_page = load(DOCS / "render_run_file.py")
 performance_page = load(DOCS / "render_performance.py")
+parity_page = load(DOCS / "render_parity.py")
 
 
 def commands(page: str) -> list[str]:
@@ -104,8 +105,9 @@ SMALL_DEMO = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_readme_in_full(tmp_path):
+def test_readme_in_full(tmp_path, monkeypatch):
     """Every command as it stands, in order, on the demo as it stands."""
+    monkeypatch.delenv("XLA_FLAGS")  # its speed counts
     tour.make_folder(tmp_path / "clone")
     played = tour.play(README, tmp_path / "clone")
     run = mw.load_run(ROOT / "examples/stdlib.toml")
@@ -173,6 +175,17 @@ def test_run_file_page_is_current():
 def test_performance_page_is_current():
     page = performance_page.PAGE.read_text(encoding="utf-8")
     assert performance_page.render(page) == page, "run: python docs/render_performance.py"
+
+
+def test_parity_page_is_current_and_within_the_tolerances():
+    import json
+
+    page = parity_page.PAGE.read_text(encoding="utf-8")
+    assert parity_page.render(page) == page, "run: python docs/render_parity.py"
+    rows = json.loads((ROOT / "benchmarks/results/parity.json").read_text())["rows"]
+    assert len(rows) > 200
+    for row in rows:
+        assert row["loss"] < 1e-5 and row["gradient"] < 1e-4 and row["param"] < 1e-4, row
 
 
 def test_performance_page_holds_what_was_aimed_at():

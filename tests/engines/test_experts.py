@@ -5,8 +5,6 @@ the tests then look at. Shapes: see `meshwright.models.moe`; M micro-batches, N 
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 
@@ -15,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from virtual import measured_on_eight_devices, mesh, random
 
+from meshwright.config import MESH_AXES
 from meshwright.engines.jax.experts import expert_parallel
 from meshwright.models.moe import ExpertKernels, top_k, whole_experts
 
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 TOKENS = PartitionSpec(("data", "fsdp", "expert"), "context", None)
 BATCH, TIME, WIDTH, INNER, EXPERTS, CHOICES = 8, 4, 6, 10, 4, 2
 CASES = {
@@ -34,16 +33,6 @@ CASES = {
     "context 2, expert 2": ({"context": 2, "expert": 2}, "gelu", "spread"),
     "context 2, expert 2, pipeline 2 not mapped": ({"context": 2, "expert": 2, "pipeline": 2}, "swiglu", "spread"),
 }
-
-
-def mesh(sizes: dict[str, int]) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def random(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def kernels_of(activation: str, stages: tuple[int, ...] = ()) -> ExpertKernels:
@@ -218,11 +207,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def found():
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # it mostly compiles
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return measured_on_eight_devices(__file__)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -270,8 +255,10 @@ def test_inside_a_pipeline(found):
 
 
 def within(**sizes: int):
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(shape, AXES, (AxisType.Auto,) * len(AXES)))
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(shape, MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    )
 
 
 def test_a_lone_expert_axis_sends_nothing():

@@ -5,8 +5,6 @@ the tests then look at. Shapes: see `meshwright.engines.jax.ring`; D width, M mi
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import jax
@@ -14,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from virtual import measured_on_eight_devices, mesh, random
 
+from meshwright.config import MESH_AXES
 from meshwright.engines.jax.ring import ring_attention, zigzag_order
 from meshwright.models.attention import attend, causal_mask
 
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 CUT = PartitionSpec(("data", "fsdp", "expert"), "context", "tensor")
 BATCH, TIME, HEADS, KV_HEADS, WIDTH, VALUES = 2, 32, 4, 2, 8, 6
 DOCUMENTS = ([1, 13, 1, 9, 8], [20, 1, 1, 10])  # chunks of 2 to 16: documents within one, and over some
@@ -34,16 +33,6 @@ CASES = {
     "context 2, tensor 2, data 2, documents": ({"context": 2, "tensor": 2, "data": 2}, KV_HEADS, True),
     "context 2, expert 2, pipeline 2 not mapped, ungrouped": ({"context": 2, "expert": 2, "pipeline": 2}, HEADS, False),
 }
-
-
-def mesh(sizes: dict[str, int]) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def random(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def arguments(kv_heads=KV_HEADS):
@@ -237,11 +226,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def found():
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # it mostly compiles
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return measured_on_eight_devices(__file__)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -289,8 +274,10 @@ def test_program_has_permutes_and_gathers_nothing(found):
 
 
 def within(shards: int, **others: int):
-    sizes = tuple({"context": shards, **others}.get(axis, 1) for axis in AXES)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, AXES, (AxisType.Auto,) * len(AXES)))
+    sizes = tuple({"context": shards, **others}.get(axis, 1) for axis in MESH_AXES)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    )
 
 
 def operations(jaxpr, times=1):

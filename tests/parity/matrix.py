@@ -53,7 +53,7 @@ class Matrix:
             except queue.Empty:
                 return
             folder = self._folder / family
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             try:
                 if processes > 1:
                     run_processes(

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import Layout
+from helpers import virtual_devices
 
 FAMILY = "mla-moe"
 ACCUMULATE = 2
@@ -60,8 +62,7 @@ def act_as_one_of_several(group, folder: str, actions: list[str]) -> list[list[f
 
 def main() -> None:
     folder, devices, *actions = sys.argv[1:]
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    os.environ.update(virtual_devices(int(devices)))
     print(json.dumps([act(Path(folder), action) for action in actions]))
 
 

@@ -183,9 +183,7 @@ def _summed(f: Callable[..., Any], run_mesh: RunMesh, batch: Batch, keys_AM: jax
     ones = jax.tree.map(lambda x: x[:, None], (batch, keys_AM))
 
     def add(sums: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        # The barrier is to keep XLA from moving sums over the mesh out of this loop: on GPUs, with JAX 0.11.2, the
-        # gradient of the embedding came out wrong, and right with the passes off that do so.
-        return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(f(*one))), None
+        return jax.tree.map(jnp.add, sums, f(*one)), None
 
     like = jax.eval_shape(f, *jax.tree.map(lambda x: x[0], ones))
     return jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), ones)[0]
