@@ -4,7 +4,7 @@ import sys
 import pytest
 from helpers import meshwright, run_values, write_corpus, write_run
 
-COMMANDS = ["prepare", "plan", "train", "eval", "generate", "report", "doctor"]
+COMMANDS = ["prepare", "plan", "train", "eval", "generate", "export", "report", "doctor"]
 FRAMEWORKS = ("jax", "flax", "optax", "orbax", "grain", "torch", "ray", "transformers", "matplotlib", "tiktoken")
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from meshwright.engines.jax.engine import ModelMaker
     from meshwright.engines.jax.step import Metric
+    from meshwright.hub.write import Export
     from meshwright.planning import Plan
 
 
@@ -296,6 +297,29 @@ class TrainedRun:
                 "" if token is None else decoder.push(token) for decoder, token in zip(decoders, tokens, strict=True)
             ]
         yield [decoder.flush() for decoder in decoders]
+
+    def export(self, out: str | Path, *, dtype: str = "float32", shard_bytes: int | None = None) -> "Export":
+        """Write the model for Hugging Face's libraries, and prove that what was written is the run's model.
+
+        Arguments:
+            out: the folder to make.
+            dtype: of the tensors: `float32` or `bfloat16`.
+            shard_bytes: the most bytes of tensors in one file; None: 5 GB.
+
+        Raises:
+            UserError: the folder isn't empty, the model has no such form, or the proof failed.
+        """
+        from meshwright.hub.real_tokens import real_tokens
+        from meshwright.hub.write import SHARD_BYTES, Trained, export
+
+        step = self.checkpoint.step
+        losses: dict[str, float] = {}
+        for record in read_metrics(self.files.metrics):
+            if record.get("step", step + 1) <= step:
+                losses |= {key: record[key] for key in ("loss", "val_loss", "val_bits_per_byte") if key in record}
+        trained = Trained(self.run, self.engine, self.tokenizer, self.checkpoint.manifest, losses)
+        tokens_BT = real_tokens(self.run, self.tokenizer)
+        return export(Path(out), trained, tokens_BT, dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES)
 
     def report(self) -> Path:
         """Write `report.html` into the run directory, and return its path."""

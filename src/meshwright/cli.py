@@ -200,6 +200,37 @@ def generate(
 
 @main.command()
 @RUN_DIR
+@click.argument("out", metavar="OUT")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--shard-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="GB",
+    help="The most gigabytes of tensors in a file.",
+)
+@CHECKPOINT
+def export(run_dir: str, out: str, dtype: str, shard_size: float, checkpoint: str) -> None:
+    """Write the model as a Hugging Face checkpoint, and prove that it is the run's.
+
+    What was written is opened again, and its logits on real tokens are compared with the run's own; with transformers
+    too, where it is installed. Beyond tolerance, the folder is named OUT.failed.
+
+    \b
+    Example:
+      meshwright export runs/stdlib stdlib-model --checkpoint best
+    """
+    from meshwright.api import open_run
+
+    done = open_run(run_dir, checkpoint=checkpoint).export(out, dtype=dtype, shard_bytes=int(shard_size * 1e9))
+    for line in done.proof:
+        click.echo(line)
+    click.echo(f"exported to {done.path}: {', '.join(done.files)} ({done.bytes:,} bytes)")
+
+
+@main.command()
+@RUN_DIR
 def report(run_dir: str) -> None:
     """Write report.html: curves, samples, run file, in one file that opens from disk.
 

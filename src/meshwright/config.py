@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from meshwright.errors import UserError, closest
-from meshwright.models.spec import ModelSpec, preset
+from meshwright.models.spec import ModelSpec
+from meshwright.starting import from_checkpoint, from_preset, tokenizer_of
 
 
 def _mesh_size(value: int) -> int:
@@ -150,7 +151,8 @@ class TokenizerSection(Section):
     """How text becomes token ids."""
 
     kind: str = "bpe"
-    """`bytes`, `bpe` (trained on the training documents), `tiktoken:<name>`, or `hf:<name or folder>`."""
+    """`bytes`, `bpe` (trained on the training documents), `tiktoken:<name>`, or `hf:<name or folder>`. Left out where
+    `model.init` names a checkpoint: the one that came with it."""
     vocab_size: PositiveInt = 4096
     """Size of the vocabulary that `bpe` trains, end of text included; the other kinds bring their own."""
 
@@ -160,22 +162,25 @@ class ModelSection(ModelSpec):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    preset: str
-    """The architecture to start from; the table below lists them."""
-    init: Literal["random"] = "random"
-    """What the parameters start as."""
+    preset: str = ""
+    """The architecture to start from; the table below lists them. May be left out where `init` names a checkpoint."""
+    init: str = "random"
+    """What the parameters start as: `random`, those of `hf:<folder or name>`, or those of a run directory."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: dict) -> dict:
-        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+        if not isinstance(values, dict):
             return values
-        base = preset(values["preset"]).model_dump()
-        if "heads" in values or "width" in values:
-            base.pop("head_width")
-        if "heads" in values and base["kv_heads"] == base["heads"]:
-            base.pop("kv_heads")
-        return {**base, **values}
+        name, init = values.get("preset", ""), values.get("init", "random")
+        if not isinstance(name, str) or not isinstance(init, str):
+            return values
+        if init != "random":
+            # A resolved run file has every key, and stays good when the checkpoint is gone.
+            return values if ModelSpec.model_fields.keys() <= values.keys() else from_checkpoint(values, name, init)
+        if not name:
+            raise ValueError("preset: missing; add model.preset = …, or name a checkpoint as model.init")
+        return from_preset(values, name)
 
     @property
     def spec(self) -> ModelSpec:
@@ -315,6 +320,18 @@ class Run(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
     track: TrackSection = TrackSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_tokenizer(cls, values: Any) -> Any:
+        sections = [values.get(name, {}) for name in ("model", "tokenizer")] if isinstance(values, dict) else []
+        if not sections or not all(isinstance(section, dict) for section in sections):
+            return values
+        init = sections[0].get("init", "random")
+        if not isinstance(init, str) or init == "random" or "kind" in sections[1]:
+            return values
+        kind = tokenizer_of(init)
+        return {**values, "tokenizer": {**sections[1], "kind": kind}} if kind else values
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -85,7 +85,7 @@ def train(
         eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
         checkpoints.sweep()
-        engine = make_engine(run, spec)
+        engine = make_engine(_with_start(run, corpus, checkpoints, trackers.note, group), spec)
         identity = partial(_identity, run, spec, corpus, engine)
         resumed = resume(engine, checkpoints, identity, trackers.note, group)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
@@ -159,6 +159,27 @@ def resolve_spec(run: Run, corpus: Corpus) -> ModelSpec:
             f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; leave the key out"
         )
     return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
+
+
+def _with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Run:
+    """The run, with `model.init` as the engine is to start: `random` where a checkpoint of its own is gone on from, and
+    of another run's directory the folder of its newest sound checkpoint."""
+    init = run.model.init
+    if checkpoints.committed():
+        init = "random"
+    elif init != "random" and not init.startswith("hf:"):
+        theirs = Checkpoints(RunDirectory(Path(init)).checkpoints, 1, commits=False)
+        found = next(_sound_for_all(theirs, note, group), None)
+        if found is None:
+            raise UserError(f"model.init = {init!r}: has no checkpoint that can be read; train it first")
+        key = "tokenizer (fingerprint)"
+        check_identity(
+            found,
+            {key: data_identity(corpus)[key]},
+            f"Take its tokenizer: leave [tokenizer] out, or set tokenizer.kind = 'hf:{init}/tokenizer'.",
+        )
+        init = str(found.folder)
+    return run.model_copy(update={"model": run.model.model_copy(update={"init": init})})
 
 
 def data_identity(corpus: Corpus) -> dict[str, str]:
@@ -323,7 +344,7 @@ def _header(run: Run, engine: Engine, corpus: Corpus, data: Batches) -> dict[str
     amount = "tokens made on the way" if run.data.stream else f"{corpus.train_tokens:,} tokens"
     active = f", {engine.active_parameters:,} active" if engine.active_parameters < engine.parameters else ""
     return {
-        "model": f"{run.model.preset}, {engine.parameters:,} parameters{active}",
+        "model": f"{run.model.preset or run.model.init}, {engine.parameters:,} parameters{active}",
         "engine": f"{run.engine} on {engine.description}",
         "data": f"{_sources(run, corpus)}: {amount}, vocabulary {corpus.vocab_size:,}",
         **({} if packing == "stream" else {"packing": f"{packing}, {data.padding:.2%} of places are padding"}),

@@ -71,9 +71,9 @@ def kept_by_jax(spec, dtype, remat: str, rows: int, time: int) -> int:
         model = Decoder(spec, rngs=nnx.Rngs(0))
         params = jax.tree.map(lambda leaf: leaf[0], nnx.split(model.blocks)[1])
         start = model.start(jnp.zeros((rows, time), jnp.int32), None, None, None, dtype, None)
-        return jax.vjp(
-            lambda params, x: model.layer_function(remat)(params, x, start.places, None)[0], params, start.x_BTD
-        )[1]
+        told = jax.tree.map(lambda leaf: leaf[0], start.told_L)
+        apply = model.layer_function(remat)
+        return jax.vjp(lambda params, x: apply(params, x, start.places, told)[0], params, start.x_BTD)[1]
 
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(layer)))
 
@@ -90,6 +90,10 @@ def kept_by_jax(spec, dtype, remat: str, rows: int, time: int) -> int:
         ("moe-tiny", {"capacity_factor": 1.5}),
         ("deepseek-tiny", {}),
         ("deepseek-tiny", {"query_latent": 0, "value_width": 24}),
+        ("qwen3-tiny", {}),
+        ("gemma2-tiny", {}),
+        ("gemma3-tiny", {}),
+        ("olmo2-tiny", {}),
     ],
 )
 def test_a_layer_keeps_what_the_formula_says(name, changes, dtype, remat):

@@ -41,6 +41,28 @@ def test_loss_and_gradients_equal_the_naive_ones(chunk, bias):
         assert np.abs(want).max() > 0.1
 
 
+@pytest.mark.parametrize("vocab", [11, 9])
+def test_bounded_scores_have_the_naive_loss_and_gradients(vocab):
+    x, head, targets, weights = case(vocab=11)
+    targets = targets % vocab
+
+    def bounded(x, head):
+        scores = 1.5 * jnp.tanh((x @ head.kernel_DV + head.bias_V) / 1.5)[:, :vocab]
+        return (weights * (jax.nn.logsumexp(scores, axis=-1) - scores[jnp.arange(len(targets)), targets])).sum()
+
+    def chunked(x, head):
+        return cross_entropy_sum(x, head, targets, weights, chunk=5, vocab=vocab, softcap=1.5)
+
+    total, gradients = jax.value_and_grad(chunked, argnums=(0, 1))(x, head)
+    expected, expected_gradients = jax.value_and_grad(bounded, argnums=(0, 1))(x, head)
+    assert float(total) == pytest.approx(float(expected), rel=1e-6)
+    assert float(chunked(x, head)) == pytest.approx(float(expected), rel=1e-6)
+    assert abs(float(expected) - float(loss_of(x, head, targets, weights, 5))) > 1
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert np.abs(want).max() > 0.1
+
+
 def test_backward_scales():
     x, head, targets, weights = case()
 

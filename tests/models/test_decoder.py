@@ -19,10 +19,14 @@ SMALL = {
 }
 
 
+WINDOWED = preset("gemma3-tiny").model_copy(update={"window": 4, "global_every": 3})
+
+
 def small(family: str, **changes) -> ModelSpec:
     sizes = {"vocab_size": VOCAB, "layers": 3, "width": 32, "heads": 4, "head_width": 8, "ffn_width": 48}
-    kv_heads = 2 if family == "llama" else 4
-    return SMALL[family].model_copy(update={**sizes, "kv_heads": kv_heads, "context_length": 32, **changes})
+    kv_heads = 4 if family in ("gpt2", "minigpt") else 2
+    spec = WINDOWED if family == "windowed" else SMALL[family]
+    return spec.model_copy(update={**sizes, "kv_heads": kv_heads, "context_length": 32, **changes})
 
 
 def noisy(spec: ModelSpec, seed: int = 0) -> Decoder:
@@ -161,6 +165,24 @@ def test_no_position_sees_the_future(family):
         assert (reach[t + 1 :] == 0).all()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_window_is_how_many_tokens_are_seen(dropout):
+    spec = small("gpt2", layers=1, window=3, dropout=dropout, positions="rotary")
+    model, keys_B = noisy(spec), jax.random.split(jax.random.key(0), 1)
+    start = model.start(jnp.arange(8)[None], None, None, None, jnp.float32, keys_B)
+    apply = model.layer_function("none")
+    params, told = jax.tree.map(lambda leaf: leaf[0], (nnx.split(model.blocks)[1], start.told_L))
+
+    @jax.jit
+    def reach(t):
+        return jax.grad(lambda x_BTD: apply(params, x_BTD, start.places, told)[0][0, t].sum())(start.x_BTD)
+
+    for t in range(8):
+        seen = np.abs(np.asarray(reach(t))[0]).max(axis=-1) > 1e-6
+        assert seen[t] and not seen[: max(0, t - 2)].any() and not seen[t + 1 :].any()
+        assert dropout or seen[max(0, t - 2) : t].all()
+
+
 @pytest.mark.parametrize("family", SMALL)
 def test_every_parameter_has_a_gradient(family):
     model, ids = noisy(small(family)), tokens(4, 32)
@@ -241,11 +263,12 @@ def test_dropout_reaches_each_layer_and_is_off_without_keys(monkeypatch):
     assert np.abs(dropped - plain).max() > 1e-2
     np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids)[0])
     start = model.start(ids, None, None, None, jnp.float32, keys)
-    drawn = {tuple(data) for data in np.asarray(jax.random.key_data(start.dropout_keys_LB)).reshape(3 * 2, -1)}
+    drawn = {tuple(data) for data in np.asarray(jax.random.key_data(start.told_L.dropout_keys_B)).reshape(3 * 2, -1)}
     assert len(drawn) == 3 * 2  # each layer and each example has its own
 
     def through_layers(keys_LB):
-        monkeypatch.setattr(Decoder, "start", lambda *_: start._replace(dropout_keys_LB=keys_LB))
+        told_L = start.told_L._replace(dropout_keys_B=keys_LB)
+        monkeypatch.setattr(Decoder, "start", lambda *_: start._replace(told_L=told_L))
         return np.asarray(model.hidden(ids)[0])
 
     once = jax.random.split(jax.random.key(1), (3, 2))
@@ -283,7 +306,7 @@ def packed() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(positions_BT), jnp.asarray(segments_BT)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", [*SMALL, "windowed"])
 def test_packed_documents_equal_documents_one_by_one(family):
     model, ids = noisy(small(family)), tokens(2, 12)
     positions_BT, segments_BT = packed()
@@ -298,7 +321,10 @@ def test_packed_documents_equal_documents_one_by_one(family):
     for less in ({"positions_BT": positions_BT}, {"segments_BT": segments_BT}):
         other = np.abs(run(model, ids, **less) - got).max(axis=-1)
         np.testing.assert_allclose(other[first], 0, atol=1e-4)
-        relative = less.keys() == {"segments_BT"} and family == "llama"  # rotary positions tell distances only
+        relative = less.keys() == {"segments_BT"} and family in (
+            "llama",
+            "windowed",
+        )  # rotary positions tell distances only
         assert (other[~first].max() > 1e-2) != relative
 
 

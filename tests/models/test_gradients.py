@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.models import gradients
 from meshwright.models.attention import attend, causal_mask, whole_attention
+from meshwright.models.gradients import Scoring
 
 
 def random(*shape, seed=0):
@@ -26,8 +27,8 @@ def plain_attention(q, k, v):
     return plain_whole_attention(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
 
 
-def plain_whole_attention(q, k, v):
-    return attend(q, k, v, causal_mask(jnp.arange(q.shape[1])))
+def plain_whole_attention(q, k, v, window=None, scoring=None):
+    return attend(q, k, v, causal_mask(jnp.arange(q.shape[1]), None, window), scoring=scoring)
 
 
 CASES = {
@@ -63,6 +64,16 @@ CASES = {
         gradients.causal_attention,
         plain_attention,
         (random(2, 6, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 2, 5, 13, seed=2)),
+    ),
+    "attention, window": (
+        lambda q, k, v: whole_attention(q, k, v, None, jnp.int32(3)),
+        lambda q, k, v: plain_whole_attention(q, k, v, 3),
+        (random(2, 6, 4, 8), random(2, 6, 2, 8, seed=1), random(2, 6, 2, 8, seed=2)),
+    ),
+    "attention, bound and scale": (
+        lambda q, k, v: whole_attention(q, k, v, None, None, Scoring(0.9, 1.5)),
+        lambda q, k, v: plain_whole_attention(q, k, v, None, Scoring(0.9, 1.5)),
+        (random(2, 6, 4, 8), random(2, 6, 2, 8, seed=1), random(2, 6, 2, 8, seed=2)),
     ),
     "whole attention, narrow values": (
         lambda q, k, v: whole_attention(q, k, v, None),
@@ -100,3 +111,13 @@ def test_bfloat16_in_bfloat16_out(name):
         assert argument is None or got.dtype == argument.dtype
         error = np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want)
         assert 0 < error < 0.02
+
+
+def test_a_bound_and_a_window_are_what_they_say():
+    q, k, v = random(1, 5, 1, 4), random(1, 5, 1, 4, seed=1), random(1, 5, 1, 4, seed=2)
+    got = np.asarray(whole_attention(q, k, v, None, jnp.int32(2), Scoring(0.7, 1.1)))
+    for t in range(5):
+        seen = [s for s in (t - 1, t) if s >= 0]
+        weights = np.exp([1.1 * np.tanh(0.7 * np.dot(q[0, t, 0], k[0, s, 0]) / 1.1) for s in seen])
+        expected = sum(w * np.asarray(v[0, s, 0]) for w, s in zip(weights / weights.sum(), seen, strict=True))
+        np.testing.assert_allclose(got[0, t, 0], expected, rtol=1e-5, atol=1e-6)

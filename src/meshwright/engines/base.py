@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshwright.data.examples import Batch
+from meshwright.hub.export import Parameters
+from meshwright.hub.reader import Checkpoint
 
 
 class Sampling(NamedTuple):
@@ -88,5 +90,29 @@ class Engine(Protocol):
 
         Yields:
             The next token of each prompt; None for one that has ended.
+        """
+        ...
+
+    def on_host(self) -> Parameters:
+        """The parameters as an evaluation uses them, gathered one slice at a time; needs all devices in one process."""
+        ...
+
+    def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:
+        """Scores of the token after each, computed in float32.
+
+        Arguments:
+            tokens_BT: token ids.
+            dtype: what the parameters are rounded to before.
+
+        Returns:
+            `[B, T, V]`, float32.
+        """
+        ...
+
+    def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
+        """The same of a fresh model on one device, made of a Hugging Face checkpoint.
+
+        Raises:
+            UserError: the checkpoint isn't one of a whole model.
         """
         ...

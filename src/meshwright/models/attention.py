@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.models.gradients import causal_attention
-from meshwright.models.layers import Linear, dropout_mask, fused_linear
+from meshwright.models.gradients import Scoring, capped, causal_attention
+from meshwright.models.layers import Linear, RMSNorm, dropout_mask, fused_linear
 from meshwright.models.layout import layout
 from meshwright.models.spec import ModelSpec
 
@@ -43,6 +43,24 @@ class Places(NamedTuple):
     """Which document of its row a column belongs to: it sees that one only. None: the whole row."""
     weights_BT: jax.Array | None = None
     """How much a column counts in the loss, 0 or 1; None: all count."""
+    window: jax.Array | None = None
+    """How many columns one sees, itself included, `[]`; None: all before it."""
+    local_rotary: Rotary | None = None
+    """The angles in layers with a window, where these have their own; `of_layer` puts them into `rotary`."""
+
+    def of_layer(self, window: jax.Array, *, reached: bool) -> "Places":
+        """What one layer is told.
+
+        Arguments:
+            window: how many columns one sees in this layer, itself included, `[]`; 0: all before it.
+            reached: whether there can be columns that a window leaves out.
+        """
+        rotary = self.rotary
+        if self.local_rotary is not None and rotary is not None:
+            rotary = Rotary(*(jnp.where(window > 0, *pair) for pair in zip(self.local_rotary, rotary, strict=True)))
+        all_before = jnp.iinfo(jnp.int32).max
+        window_or_all = jnp.where(window > 0, window, all_before) if reached else None
+        return self._replace(rotary=rotary, local_rotary=None, window=window_or_all)
 
 
 def rotary_angles(positions_BT: jax.Array, head_width: int, theta: float) -> Rotary:
@@ -53,10 +71,27 @@ def rotary_angles(positions_BT: jax.Array, head_width: int, theta: float) -> Rot
         head_width: even.
         theta: base of the wavelengths.
     """
-    frequencies = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+    return rotary(positions_BT, wave_frequencies(head_width, theta))
+
+
+def wave_frequencies(head_width: int, theta: float) -> jax.Array:
+    """Radians a position of each wave, half as many as `head_width`; arguments as in `rotary_angles`."""
+    return theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+
+
+def rotary(positions_BT: jax.Array, frequencies: jax.Array, growth: float = 1.0) -> Rotary:
+    """The angles of positions.
+
+    Arguments:
+        positions_BT: positions in time, counted from 0.
+        frequencies: radians a position of each wave.
+        growth: what is turned is multiplied by this.
+    """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return Rotary(jnp.cos(angles), jnp.sin(angles))
+    if growth == 1.0:
+        return Rotary(jnp.cos(angles), jnp.sin(angles))
+    return Rotary(growth * jnp.cos(angles), growth * jnp.sin(angles))
 
 
 def rotate(x_BTHC: jax.Array, rotary: Rotary) -> jax.Array:
@@ -72,6 +107,7 @@ def attend(
     v_BSKE: jax.Array,
     mask_BTS: jax.Array,
     *,
+    scoring: Scoring | None = None,
     rate: float = 0.0,
     kept_BHTS: jax.Array | None = None,
 ) -> jax.Array:
@@ -81,6 +117,7 @@ def attend(
         q_BTHC: queries; head `h` uses key-value head `h // G`.
         k_BSKC, v_BSKE: keys and values.
         mask_BTS: true where a query may look; B may be 1.
+        scoring: None: the usual scale, one over the root of C, and no bound.
         rate, kept_BHTS: dropout of the attention weights; None: none is dropped.
 
     Returns:
@@ -88,8 +125,10 @@ def attend(
     """
     batch, time, heads, head_width = q_BTHC.shape
     kv_heads, keys = k_BSKC.shape[2], k_BSKC.shape[1]
-    q_BTKGC = q_BTHC.reshape(batch, time, kv_heads, heads // kv_heads, head_width) * head_width**-0.5
+    scoring = scoring or Scoring(head_width**-0.5)
+    q_BTKGC = q_BTHC.reshape(batch, time, kv_heads, heads // kv_heads, head_width) * scoring.scale
     scores = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC, preferred_element_type=jnp.float32)
+    scores, _ = capped(scores, scoring.softcap)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKE.dtype)
     if kept_BHTS is not None:
@@ -98,26 +137,34 @@ def attend(
     return jnp.einsum("BKGTS,BSKE->BTKGE", weights, v_BSKE).reshape(batch, time, heads, -1)
 
 
-def causal_mask(order_T: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-    """`[B, T, T]`, B maybe 1: true where the key is no later than the query, and of the same segment."""
+def causal_mask(order_T: jax.Array, segments_BT: jax.Array | None = None, window: jax.Array | None = None) -> jax.Array:
+    """`[B, T, T]`, B maybe 1: true where the key is no later than the query, of the same segment and in its window."""
     seen = (order_T[:, None] >= order_T[None, :])[None]
+    if window is not None:
+        seen = seen & (order_T[:, None] - order_T[None, :] < window)
     return seen if segments_BT is None else seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
 
 
 def whole_attention(
-    q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKE: jax.Array,
+    segments_BT: jax.Array | None,
+    window: jax.Array | None = None,
+    scoring: Scoring | None = None,
 ) -> jax.Array:
     """Causal attention where all of a sequence is at hand and in order.
 
     Arguments:
         q_BTHC, k_BTKC, v_BTKE: queries, keys and values; head `h` uses key-value head `h // G`.
-        segments_BT: see `Places`.
+        segments_BT, window: see `Places`.
+        scoring: see `attend`.
 
     Returns:
         `[B, T, H, E]`, of the type of the values.
     """
     by_head = (x.swapaxes(1, 2) for x in (q_BTHC, k_BTKC, v_BTKE))
-    return causal_attention(*by_head, segments_BT).swapaxes(1, 2)
+    return causal_attention(*by_head, segments_BT, window, scoring).swapaxes(1, 2)
 
 
 def self_attention(
@@ -127,12 +174,20 @@ def self_attention(
     places: Places,
     rate: float,
     dropout_keys_B: jax.Array | None,
+    scoring: Scoring | None = None,
 ) -> jax.Array:
     """Causal attention of a text to itself, with dropout of the attention weights where there are keys for it.
+
+    Arguments:
+        q_BTHC, k_BTKC, v_BTKE: queries, keys and values; head `h` uses key-value head `h // G`.
+        places: where their columns stand.
+        rate, dropout_keys_B: the share of weights to drop, and a random key for each example.
+        scoring: see `attend`.
 
     Returns:
         `[B, T, H, E]`.
     """
+    scoring = scoring or Scoring(q_BTHC.shape[-1] ** -0.5)
     copies, place = layout().kv_copies(k_BTKC.shape[2]), layout().place
     if copies > 1:
         k_BTKC, v_BTKE = (place(x, "batch", "time", None, None) for x in (k_BTKC, v_BTKE))
@@ -142,12 +197,12 @@ def self_attention(
     q_BTHC = place(q_BTHC, "batch", "time", "heads", None)
     k_BTKC, v_BTKE = (place(x, "batch", key_time, "heads", None) for x in (k_BTKC, v_BTKE))
     if keys_B is None:
-        y_BTHE = layout().attention(q_BTHC, k_BTKC, v_BTKE, places.segments_BT)
+        y_BTHE = layout().attention(q_BTHC, k_BTKC, v_BTKE, places.segments_BT, places.window, scoring)
     else:
         kept_BTHS = dropout_mask(rate, keys_B, 0, places.order_T, (q_BTHC.shape[2], q_BTHC.shape[1]))
         kept_BHTS = place(layout().to_columns(kept_BTHS, axis=3).swapaxes(1, 2), "batch", "heads", "time", None)
-        mask_BTS = causal_mask(places.order_T, places.segments_BT)
-        y_BTHE = attend(q_BTHC, k_BTKC, v_BTKE, mask_BTS, rate=rate, kept_BHTS=kept_BHTS)
+        mask_BTS = causal_mask(places.order_T, places.segments_BT, places.window)
+        y_BTHE = attend(q_BTHC, k_BTKC, v_BTKE, mask_BTS, scoring=scoring, rate=rate, kept_BHTS=kept_BHTS)
     return place(y_BTHE, "batch", "time", "heads", None)
 
 
@@ -156,10 +211,16 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: ModelSpec, *, std: float, out_std: float, rngs: nnx.Rngs):
         inner, kv_inner = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
-        self.query = Linear(spec.width, inner, ("width", "heads"), bias=spec.bias, std=std, rngs=rngs)
-        self.key = Linear(spec.width, kv_inner, ("width", "kv_heads"), bias=spec.bias, std=std, rngs=rngs)
-        self.value = Linear(spec.width, kv_inner, ("width", "kv_heads"), bias=spec.bias, std=std, rngs=rngs)
+        bias = spec.bias or spec.qkv_bias
+        self.query = Linear(spec.width, inner, ("width", "heads"), bias=bias, std=std, rngs=rngs)
+        self.key = Linear(spec.width, kv_inner, ("width", "kv_heads"), bias=bias, std=std, rngs=rngs)
+        self.value = Linear(spec.width, kv_inner, ("width", "kv_heads"), bias=bias, std=std, rngs=rngs)
         self.out = Linear(inner, spec.width, ("heads", "width"), bias=spec.bias, std=out_std, rngs=rngs)
+        if spec.qk_norm != "none":
+            whole = spec.qk_norm == "all"
+            self.query_norm = RMSNorm(inner if whole else spec.head_width, eps=spec.norm_eps)
+            self.key_norm = RMSNorm(kv_inner if whole else spec.head_width, eps=spec.norm_eps)
+        self.scoring = Scoring(spec.attention_scale or spec.head_width**-0.5, spec.attention_softcap)
         self.spec = spec
 
     def __call__(
@@ -180,23 +241,35 @@ class Attention(nnx.Module):
         Returns:
             The output, `[B, T, D]`, and the new cache.
         """
-        batch, time, _ = x_BTD.shape
-        q, k, v = fused_linear(x_BTD, self.query, self.key, self.value)
-        q_BTHC = q.reshape(batch, time, self.spec.heads, self.spec.head_width)
-        k_BTKC = k.reshape(batch, time, self.spec.kv_heads, self.spec.head_width)
-        v_BTKC = v.reshape(batch, time, self.spec.kv_heads, self.spec.head_width)
+        q_BTHC, k_BTKC, v_BTKC = self._project(x_BTD)
         if places.rotary is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, places.rotary), rotate(k_BTKC, places.rotary)
         if cache is None:
-            y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B)
+            y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
         else:
             cache = LayerCache(
                 write(cache.keys_BSKC, k_BTKC, places.positions_BT),
                 write(cache.values_BSKC, v_BTKC, places.positions_BT),
             )
-            seen_BTS = jnp.arange(cache.keys_BSKC.shape[1]) <= places.positions_BT[:, :, None]
-            y_BTHC = attend(q_BTHC, cache.keys_BSKC, cache.values_BSKC, seen_BTS)
-        return self.out(y_BTHC.reshape(batch, time, -1)), cache
+            distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BSKC.shape[1])
+            seen_BTS = distance_BTS >= 0
+            if places.window is not None:
+                seen_BTS = seen_BTS & (distance_BTS < places.window)
+            y_BTHC = attend(q_BTHC, cache.keys_BSKC, cache.values_BSKC, seen_BTS, scoring=self.scoring)
+        return self.out(y_BTHC.reshape(*x_BTD.shape[:2], -1)), cache
+
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, of which the former two are normed where the spec asks for it."""
+        (batch, time, _), norms = x_BTD.shape, self.spec.qk_norm
+        q, k, v = fused_linear(x_BTD, self.query, self.key, self.value)
+        if norms == "all":
+            q, k = self.query_norm(q), self.key_norm(k)
+        q_BTHC = q.reshape(batch, time, self.spec.heads, self.spec.head_width)
+        k_BTKC = k.reshape(batch, time, self.spec.kv_heads, self.spec.head_width)
+        v_BTKC = v.reshape(batch, time, self.spec.kv_heads, self.spec.head_width)
+        if norms == "head":
+            q_BTHC, k_BTKC = self.query_norm(q_BTHC), self.key_norm(k_BTKC)
+        return q_BTHC, k_BTKC, v_BTKC
 
     @staticmethod
     def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> LayerCache:

@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.models.attention import Attention, Places, rotary_angles
+from meshwright.models import rope
+from meshwright.models.attention import Attention, Places
+from meshwright.models.gradients import capped
 from meshwright.models.latent import LatentAttention
 from meshwright.models.layers import LayerNorm, Linear, RMSNorm, dropout
 from meshwright.models.layout import layout
 from meshwright.models.mlp import MLP
 from meshwright.models.moe import MoE, Routing
 from meshwright.models.spec import ModelSpec
+from meshwright.models.stacks import dense_spec, stack_of, unstack
 
 INIT_STD = 0.02
 
@@ -40,7 +43,8 @@ def make_norm(spec: ModelSpec) -> LayerNorm | RMSNorm:
 class Block(nnx.Module):
     """Attention and a feed-forward part (one, or a mixture of experts), each with a norm and a residual.
 
-    `pre`: `x + f(norm(x))` (GPT-2, Llama); `post`: `norm(x + f(x))` (Vaswani et al., 2017; miniGPT).
+    `pre`: `x + f(norm(x))` (GPT-2, Llama); `post`: `norm(x + f(x))` (Vaswani et al., 2017; miniGPT); `both`:
+    `x + norm(f(norm(x)))` (Gemma 2); `after`: `x + norm(f(x))` (OLMo 2).
     """
 
     def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs):
@@ -53,6 +57,9 @@ class Block(nnx.Module):
             if spec.experts
             else MLP(spec, spec.ffn_width, std=INIT_STD, out_std=out_std, rngs=rngs)
         )
+        if spec.norm_placement == "both":
+            self.attention_out_norm = make_norm(spec)
+            self.mlp_out_norm = make_norm(spec)
         self.spec = spec
 
     def __call__(
@@ -63,14 +70,19 @@ class Block(nnx.Module):
         Returns:
             The residual stream, the new cache, and what the router did where there are experts.
         """
-        pre, rate = self.spec.norm_placement == "pre", self.spec.dropout
-        y_BTD = self.attention_norm(x_BTD) if pre else x_BTD
+        placement, rate = self.spec.norm_placement, self.spec.dropout
+        before = placement in ("pre", "both")
+        y_BTD = self.attention_norm(x_BTD) if before else x_BTD
         y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
+        if placement in ("both", "after"):
+            y_BTD = (self.attention_out_norm if before else self.attention_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
-        x_BTD = x_BTD if pre else self.attention_norm(x_BTD)
-        y_BTD, routing = self._feed_forward(self.mlp_norm(x_BTD) if pre else x_BTD, places)
+        x_BTD = self.attention_norm(x_BTD) if placement == "post" else x_BTD
+        y_BTD, routing = self._feed_forward(self.mlp_norm(x_BTD) if before else x_BTD, places)
+        if placement in ("both", "after"):
+            y_BTD = (self.mlp_out_norm if before else self.mlp_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 2, places.order_T)
-        return x_BTD if pre else self.mlp_norm(x_BTD), cache, routing
+        return self.mlp_norm(x_BTD) if placement == "post" else x_BTD, cache, routing
 
     def _feed_forward(self, x_BTD: jax.Array, places: Places) -> tuple[jax.Array, Routing | None]:
         if isinstance(self.mlp, MoE):
@@ -83,12 +95,21 @@ def attention_of(spec: ModelSpec) -> type[Attention] | type[LatentAttention]:
     return LatentAttention if spec.attention == "latent" else Attention
 
 
+class Told(NamedTuple):
+    """What each layer is told of its own; a leading axis of layers goes before what is here of one."""
+
+    dropout_keys_B: jax.Array | None
+    """A random key for each example; None: no dropout."""
+    window: jax.Array | None
+    """How many tokens a token sees, itself included, `[]`; 0: all before it. None: no layer has a window."""
+
+
 class Start(NamedTuple):
-    """What goes into the first layer, and what all layers are told."""
+    """What goes into the first layer, what all layers are told, and what each of them is."""
 
     x_BTD: jax.Array
     places: Places
-    dropout_keys_LB: jax.Array | None
+    told_L: Told
 
 
 class Decoder(nnx.Module):
@@ -111,8 +132,10 @@ class Decoder(nnx.Module):
         if spec.positions == "learned":
             table_SD = INIT_STD * jax.random.normal(rngs.params(), (spec.context_length, spec.width))
             self.position_embedding = nnx.Param(table_SD, axes=("positions", "width"))
-        self.blocks = _stack_of_blocks(self.block, spec, rngs, order_L)
-        self.final_norm = make_norm(spec) if spec.norm_placement == "pre" else None
+        if spec.dense_layers:
+            self.dense_blocks = stack_of(self.block, dense_spec(spec), rngs, spec.dense_layers, None)
+        self.blocks = stack_of(self.block, spec, rngs, spec.layers - spec.dense_layers, order_L)
+        self.final_norm = make_norm(spec) if spec.norm_placement != "post" else None
         self.head = None if spec.tied_embeddings else _make_head(spec, rngs)
 
     def hidden(
@@ -141,23 +164,36 @@ class Decoder(nnx.Module):
             `[B, T, D]`, of type `dtype`; and what the routers did, over all layers, where there are experts.
         """
         start = self.start(tokens_BT, positions_BT, segments_BT, weights_BT, dtype, dropout_keys_B)
-        apply = self.layer_function(remat)
-        graph_and_params = nnx.split(self.blocks)[1]
+        x_BTD, routing_L = start.x_BTD, None
+        for blocks, told_L in self._stacks(start.told_L):
+            x_BTD, routing_L = self._through(blocks, x_BTD, start.places, told_L, scan_layers, remat)
+        return self.finish(x_BTD), routing_L
+
+    def _stacks(self, of_layers: Any) -> list[tuple[Block, Any]]:
+        """Each stack of blocks, and its part of arrays with a leading axis of all layers."""
+        dense = self.spec.dense_layers
+        if not dense:
+            return [(self.blocks, of_layers)]
+        first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], of_layers) for cut in (slice(dense), slice(dense, None)))
+        return [(self.dense_blocks, first), (self.blocks, rest)]
+
+    def _through(
+        self, blocks: Block, x_BTD: jax.Array, places: Places, told_L: Told, scan_layers: bool, remat: str
+    ) -> tuple[jax.Array, Routing | None]:
+        """The residual stream after a stack of blocks, and what its routers did."""
+        apply, layers = self.layer_function(remat, blocks), (nnx.split(blocks)[1], told_L)
 
         def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
-            params, keys_B = layer
-            return apply(params, x_BTD, start.places, keys_B)
+            params, told = layer
+            return apply(params, x_BTD, places, told)
 
-        layers = (graph_and_params, start.dropout_keys_LB)
         if scan_layers:
-            x_BTD, routing_L = jax.lax.scan(one, start.x_BTD, layers)
-        else:
-            x_BTD, each = start.x_BTD, []
-            for layer in _unstack(layers, self.spec.layers):
-                x_BTD, routing = one(x_BTD, layer)
-                each.append(routing)
-            routing_L = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        return self.finish(x_BTD), routing_L
+            return jax.lax.scan(one, x_BTD, layers)
+        each = []
+        for layer in unstack(layers):
+            x_BTD, routing = one(x_BTD, layer)
+            each.append(routing)
+        return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def start(
         self,
@@ -177,17 +213,19 @@ class Decoder(nnx.Module):
             x_BTD = dropout(x_BTD, self.spec.dropout, dropout_keys_B, 0, order_T)
             fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
             keys_LB = jax.vmap(fold, in_axes=(None, 0))(dropout_keys_B, 1 + jnp.arange(self.spec.layers))
-        return Start(x_BTD, places, keys_LB)
+        return Start(x_BTD, places, Told(keys_LB, self._windows_L()))
 
-    def layer_function(self, remat: str) -> Callable[..., tuple[jax.Array, Routing | None]]:
-        """One layer as a function of `(params, x_BTD, places, dropout_keys_B)`, to what it makes of the residual stream
-        and what its router did. `params` are a slice of the stacked ones."""
-        graph = nnx.split(self.blocks)[0]
+    def layer_function(
+        self, remat: str, blocks: Block | None = None
+    ) -> Callable[..., tuple[jax.Array, Routing | None]]:
+        """One layer as a function of `(params, x_BTD, places, told)`, to what it makes of the residual stream
+        and what its router did. `params` are a slice of the stacked ones, those of `blocks` (None: `self.blocks`)."""
+        graph = nnx.split(self.blocks if blocks is None else blocks)[0]
 
-        def apply(
-            params: Any, x_BTD: jax.Array, places: Places, keys_B: jax.Array | None
-        ) -> tuple[jax.Array, Routing | None]:
-            x_BTD, _, routing = nnx.merge(graph, layout().gather(params))(x_BTD, places, keys_B)
+        def apply(params: Any, x_BTD: jax.Array, places: Places, told: Told) -> tuple[jax.Array, Routing | None]:
+            if told.window is not None:
+                places = places.of_layer(told.window, reached=places.order_T.size > self.spec.window)
+            x_BTD, _, routing = nnx.merge(graph, layout().gather(params))(x_BTD, places, told.dropout_keys_B)
             return layout().place(x_BTD, "batch", "sequence", None), routing
 
         return apply if remat == "none" else jax.checkpoint(apply, policy=REMAT[remat])
@@ -207,7 +245,8 @@ class Decoder(nnx.Module):
         kernel_DV, bias_V = self.head_weights()
         scores_BTV = x_BTD @ kernel_DV.astype(x_BTD.dtype)
         scores_BTV = scores_BTV if bias_V is None else scores_BTV + bias_V.astype(x_BTD.dtype)
-        return scores_BTV[..., : self.spec.vocab_size]  # a layout may have padded the vocabulary
+        scores_BTV = scores_BTV[..., : self.spec.vocab_size]  # a layout may have padded the vocabulary
+        return capped(scores_BTV, self.spec.final_softcap)[0]
 
     def __call__(self, tokens_BT: jax.Array, **more: Any) -> jax.Array:
         """Scores of the token after each, `[B, T, V]` float32, without dropout; more arguments as in `hidden`."""
@@ -233,21 +272,28 @@ class Decoder(nnx.Module):
         """
         places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
         x_BTD, caches = self._embed(tokens_BT, positions_BT, dtype), []
-        graph, stacked = nnx.split(self.blocks)
-        for params, layer_cache in _unstack((stacked, cache), self.spec.layers):
-            block = nnx.merge(graph, layout().gather(params))
-            x_BTD, layer_cache, _ = block(x_BTD, places, None, layer_cache)
-            caches.append(layer_cache)
+        for blocks, of_layers in self._stacks((self._windows_L(), cache)):
+            graph, stacked = nnx.split(blocks)
+            for params, (window, layer_cache) in unstack((stacked, of_layers)):
+                block = nnx.merge(graph, layout().gather(params))
+                of_layer = places if window is None else places.of_layer(window, reached=True)
+                x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache)
+                caches.append(layer_cache)
         return self.finish(x_BTD), jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 
     def _places(self, positions_BT: jax.Array, order_T: jax.Array) -> Places:
         if self.spec.positions == "learned":
             return Places(positions_BT, order_T)
-        width = self.spec.rotary_width if self.spec.attention == "latent" else self.spec.head_width
-        return Places(positions_BT, order_T, rotary_angles(positions_BT, width, self.spec.rope_theta))
+        local = rope.angles(self.spec, positions_BT, local=True) if self.spec.local_rope_theta else None
+        return Places(positions_BT, order_T, rope.angles(self.spec, positions_BT), local_rotary=local)
+
+    def _windows_L(self) -> jax.Array | None:
+        return jnp.array(self.spec.layer_windows, jnp.int32) if self.spec.window else None
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         x_BTD = self.embedding[...][tokens_BT]
+        if self.spec.embedding_scale != 1.0:
+            x_BTD = self.spec.embedding_scale * x_BTD
         if self.spec.positions == "learned":
             x_BTD = x_BTD + self.position_embedding[...][positions_BT]
         return layout().place(x_BTD.astype(dtype), "batch", "sequence", None)
@@ -255,25 +301,6 @@ class Decoder(nnx.Module):
 
 def _make_head(spec: ModelSpec, rngs: nnx.Rngs) -> Linear:
     return Linear(spec.width, spec.vocab_size, ("width", "vocab"), bias=spec.head_bias, std=INIT_STD, rngs=rngs)
-
-
-def _stack_of_blocks(block: type[Block], spec: ModelSpec, rngs: nnx.Rngs, order_L: tuple[int, ...] | None) -> Block:
-    keys_L = jax.random.split(rngs.params(), spec.layers)
-    if order_L is not None:
-        keys_L = keys_L[jnp.array(order_L)]  # the keys and not what they make: that may be large
-
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(key: jax.Array) -> Block:
-        return block(spec, rngs=nnx.Rngs(params=key))
-
-    return make(keys_L)
-
-
-def _unstack(tree: tuple, count: int) -> list[tuple]:
-    # jnp.unstack's gradient is one concatenation; that of x[i] adds `count` arrays of the full size.
-    leaves, structure = jax.tree.flatten(tree)
-    columns = [jnp.unstack(leaf) for leaf in leaves]
-    return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(count)]
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -287,5 +314,6 @@ def active_parameter_count(spec: ModelSpec) -> int:
     if not spec.experts:
         return parameter_count(spec)
     fewer = min(spec.experts, spec.experts_per_token)
-    router = spec.layers * spec.width * (spec.experts - fewer)  # every token passes the whole router
+    each = spec.width + spec.router_bias
+    router = (spec.layers - spec.dense_layers) * each * (spec.experts - fewer)  # every token passes the whole router
     return parameter_count(spec.model_copy(update={"experts": fewer})) + router

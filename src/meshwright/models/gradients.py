@@ -8,6 +8,8 @@ S keys in time, C head width, E width of a head's values, R = G T.
 """
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,27 +118,63 @@ def _rms_norm_backward(kept, dy):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-@jax.custom_vjp
+class Scoring(NamedTuple):
+    """How the product of a query and a key becomes a score."""
+
+    scale: float
+    """What it is multiplied by."""
+    softcap: float = 0.0
+    """Bound c of the scores, as c tanh(score / c) (Gemma 2, 2024); 0: none."""
+
+
+def capped(scores: jax.Array, softcap: float) -> tuple[jax.Array, jax.Array | None]:
+    """Scores within a bound, and the slope there.
+
+    Arguments:
+        scores: float32, of any shape.
+        softcap: the bound; 0: there is none, and no slope is returned.
+    """
+    if not softcap:
+        return scores, None
+    tanh = jnp.tanh(scores / softcap)
+    return softcap * tanh, 1.0 - jnp.square(tanh)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def causal_attention(
-    q_BHTC: jax.Array, k_BKTC: jax.Array, v_BKTE: jax.Array, segments_BT: jax.Array | None = None
+    q_BHTC: jax.Array,
+    k_BKTC: jax.Array,
+    v_BKTE: jax.Array,
+    segments_BT: jax.Array | None = None,
+    window: jax.Array | None = None,
+    scoring: Scoring | None = None,
 ) -> jax.Array:
     """Softmax attention to this and earlier positions; head `h` uses key-value head `h // G`.
 
-    Scores and softmax are in float32. Of a row with segments, a position sees those of its own one alone.
+    Scores and softmax are in float32.
+
+    Arguments:
+        q_BHTC, k_BKTC, v_BKTE: queries, keys and values.
+        segments_BT: of a row with segments, a position sees those of its own one alone.
+        window: how many positions one sees, itself included, `[]`; None: all before it.
+        scoring: None: the usual scale, one over the root of C, and no bound.
 
     Returns:
         `[B, H, T, E]`, of the type of `v_BKTE`.
     """
-    return _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT)[0]
+    return _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT, window, scoring)[0]
 
 
-def _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT=None):
+def _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT=None, window=None, scoring=None):
     batch, heads, time, width = q_BHTC.shape
+    scoring = scoring or Scoring(width**-0.5)
     kv_heads = k_BKTC.shape[1]
     rows = heads // kv_heads * time  # the queries of a group, one head after another
-    q_BKRC = (q_BHTC * width**-0.5).reshape(batch, kv_heads, rows, width)
-    scores_BKRS = _product(q_BKRC, k_BKTC, 3, 3).astype(jnp.float32)
+    q_BKRC = (q_BHTC * scoring.scale).reshape(batch, kv_heads, rows, width)
+    scores_BKRS, slope_BKRS = capped(_product(q_BKRC, k_BKTC, 3, 3).astype(jnp.float32), scoring.softcap)
     seen_B1TS = jnp.tril(jnp.ones((time, time), bool))[None, None]
+    if window is not None:
+        seen_B1TS = seen_B1TS & (jnp.arange(time)[:, None] - jnp.arange(time) < window)
     if segments_BT is not None:
         seen_B1TS = seen_B1TS & (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
     seen_B1RS = jnp.tile(seen_B1TS, (1, 1, heads // kv_heads, 1))
@@ -144,23 +182,26 @@ def _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT=None):
     exp_BKRS = jnp.exp(scores_BKRS - scores_BKRS.max(axis=-1, keepdims=True))
     weights_BKRS = (exp_BKRS / exp_BKRS.sum(axis=-1, keepdims=True)).astype(v_BKTE.dtype)
     y_BKRE = _product(weights_BKRS, v_BKTE, 3, 2).astype(v_BKTE.dtype)
-    return y_BKRE.reshape(batch, heads, time, -1), (q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE)
+    kept = (q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE, slope_BKRS)
+    return y_BKRE.reshape(batch, heads, time, -1), kept
 
 
-def _attention_backward(kept, dy_BHTE):
-    q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE = kept
-    dtype = v_BKTE.dtype
+def _attention_backward(scoring, kept, dy_BHTE):
+    q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE, slope_BKRS = kept
+    scoring, dtype = scoring or Scoring(q_BKRC.shape[-1] ** -0.5), v_BKTE.dtype
     dy_BKRE = _settled(dy_BHTE.reshape(y_BKRE.shape))
     dv_BKTE = _settled(_product(_turned(dy_BKRE), weights_BKRS, 3, 2))
     along_BKR1 = (dy_BKRE.astype(jnp.float32) * y_BKRE.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_weights_BKRS = _product(dy_BKRE, v_BKTE, 3, 3).astype(jnp.float32)
-    d_scores_BKRS = (weights_BKRS.astype(jnp.float32) * (d_weights_BKRS - along_BKR1)).astype(dtype)
+    d_scores_BKRS = weights_BKRS.astype(jnp.float32) * (d_weights_BKRS - along_BKR1)
+    d_scores_BKRS = (d_scores_BKRS if slope_BKRS is None else d_scores_BKRS * slope_BKRS).astype(dtype)
     dk_BKTC = _settled(_product(_turned(q_BKRC), d_scores_BKRS, 3, 2))
-    dq_BKRC = _product(d_scores_BKRS, k_BKTC, 3, 2) * q_BKRC.shape[-1] ** -0.5
+    dq_BKRC = _product(d_scores_BKRS, k_BKTC, 3, 2) * scoring.scale
     return (
         dq_BKRC.astype(dtype).reshape(*dy_BHTE.shape[:3], -1),
         jnp.swapaxes(dk_BKTC, 2, 3).astype(dtype),
         jnp.swapaxes(dv_BKTE, 2, 3).astype(dtype),
+        None,
         None,
     )
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshwright.models import rope
 from meshwright.models.attention import Places, rotate, self_attention, write
+from meshwright.models.gradients import Scoring
 from meshwright.models.layers import Linear, RMSNorm, fused_linear
 from meshwright.models.layout import layout
 from meshwright.models.spec import ModelSpec
@@ -84,7 +86,7 @@ class LatentAttention(nnx.Module):
         q_BTHK, latents_BTZ, rotated_BTR = self._project(x_BTD, places)
         if cache is None:
             k_BTHK, v_BTHE = self._keys_and_values(latents_BTZ, rotated_BTR)
-            y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B)
+            y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B, self._scoring)
         else:
             cache = LatentCache(
                 write(cache.latents_BSZ, latents_BTZ, places.positions_BT),
@@ -121,7 +123,7 @@ class LatentAttention(nnx.Module):
         weighted sum (section 2.1.2 of the paper).
         """
         dtype = q_BTHK.dtype
-        q_BTHC, q_BTHR = jnp.split(q_BTHK * q_BTHK.shape[-1] ** -0.5, [self.spec.head_width], axis=-1)
+        q_BTHC, q_BTHR = jnp.split(q_BTHK * self._scoring.scale, [self.spec.head_width], axis=-1)
         q_BTHZ = jnp.einsum("BTHC,ZHC->BTHZ", q_BTHC, self._kernel_of_heads(self.key, dtype))
         exact = jnp.float32
         scores_BHTS = jnp.einsum("BTHZ,BSZ->BHTS", q_BTHZ, cache.latents_BSZ, preferred_element_type=exact)
@@ -131,6 +133,10 @@ class LatentAttention(nnx.Module):
         weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(dtype)
         y_BTHZ = jnp.einsum("BHTS,BSZ->BTHZ", weights_BHTS, cache.latents_BSZ)
         return jnp.einsum("BTHZ,ZHE->BTHE", y_BTHZ, self._kernel_of_heads(self.value, dtype))
+
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(rope.latent_scale(self.spec))
 
     def _kernel_of_heads(self, linear: Linear, dtype: jnp.dtype) -> jax.Array:
         kernel = linear.kernel[...].astype(dtype)

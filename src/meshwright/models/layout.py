@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from meshwright.models.gradients import Scoring
     from meshwright.models.moe import ExpertKernels
 
 
@@ -48,12 +49,18 @@ class Layout:
         return 1
 
     def attention(
-        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None
+        self,
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKE: jax.Array,
+        segments_BT: jax.Array | None,
+        window: jax.Array | None,
+        scoring: "Scoring",
     ) -> jax.Array:
         """Causal softmax attention within a sequence, `[B, T, H, E]`; see `meshwright.models.attention`."""
         from meshwright.models.attention import whole_attention
 
-        return whole_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT)
+        return whole_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
 
     def experts(
         self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: "ExpertKernels"

@@ -17,21 +17,10 @@ from meshwright.models.attention import Places
 from meshwright.models.gradients import gelu, linear, over_tokens
 from meshwright.models.layout import layout
 from meshwright.models.mlp import MLP
+from meshwright.models.routing import Routing, route, top_k, what_it_did
 from meshwright.models.spec import ModelSpec
 
-
-class Routing(NamedTuple):
-    """What the router of a layer did, as sums over tokens: those of the parts of a batch add up to those of the batch.
-
-    Each token counts as much as its weight (`Places.weights_BT`).
-    """
-
-    penalty: jax.Array
-    """The losses of the router, as a sum over tokens; float32. The loss of a batch has it divided by its tokens."""
-    load_E: jax.Array
-    """How many pairs of a token and a choice the router sent to each expert, dropped ones included; float32."""
-    dropped: jax.Array
-    """How many of these pairs found no room at their expert; float32."""
+__all__ = ["ExpertKernels", "MoE", "Routing", "route", "top_k"]
 
 
 @jax.tree_util.register_dataclass
@@ -62,10 +51,13 @@ class MoE(nnx.Module):
     """Experts of which each token passes those that a router scores highest (Shazeer et al., 2017).
 
     The weights of a token's experts are the shares of a softmax over all experts (Switch transformer, Fedus et al.,
-    2021; Mixtral, Jiang et al., 2024) or a sigmoid of each score (DeepSeek-V3, 2024). Without a capacity factor no
-    token is ever dropped, and what a token gets depends on the token alone. With one, each expert has a room in each
-    sequence (GShard, Lepikhin et al., 2020), filled in the order of the sequence: a token may be dropped because of
-    earlier tokens, but never because of later ones or of other sequences. A token decoded by itself is never dropped.
+    2021; Mixtral, Jiang et al., 2024) or a sigmoid of each score (DeepSeek-V3, 2024). They may come from the best
+    groups of experts alone (DeepSeek-V2, 2024), and be chosen by scores that a bias corrects (DeepSeek-V3).
+
+    Without a capacity factor no token is ever dropped, and what a token gets depends on the token alone. With one, each
+    expert has a room in each sequence (GShard, Lepikhin et al., 2020), filled in the order of the sequence: a token may
+    be dropped because of earlier tokens, but never because of later ones or of other sequences. A token decoded by
+    itself is never dropped.
 
     Arguments:
         spec: the architecture; `experts` must be set.
@@ -81,6 +73,7 @@ class MoE(nnx.Module):
         inward = (spec.experts, spec.width, spec.ffn_width), ("experts", "width", "ffn")
         outward = (spec.experts, spec.ffn_width, spec.width), ("experts", "ffn", "width")
         self.router = kernel(std, (spec.width, spec.experts), ("width", None))
+        self.router_bias = nnx.Param(jnp.zeros(spec.experts), axes=(None,)) if spec.router_bias else None
         self.gate = kernel(std, *inward) if spec.activation == "swiglu" else None
         self.up = kernel(std, *inward)
         self.down = kernel(out_std, *outward)
@@ -102,7 +95,8 @@ class MoE(nnx.Module):
         scores_BTE = jnp.einsum(
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
-        shares_BTE, chosen_BTJ, gates_BTJ = route(scores_BTE, self.spec)
+        bias_E = None if self.router_bias is None else self.router_bias[...]
+        shares_BTE, chosen_BTJ, gates_BTJ = route(scores_BTE, self.spec, bias_E)
         gate_EDF = None if self.gate is None else self.gate[...]
         kernels = ExpertKernels(gate_EDF, self.up[...], self.down[...], self.spec.activation)
         if self.spec.capacity_factor:
@@ -115,66 +109,7 @@ class MoE(nnx.Module):
             y_BTD = y_BTD + self.shared(x_BTD)
         weights_BT = jnp.ones(()) if places.weights_BT is None else places.weights_BT.astype(jnp.float32)
         weights_BT = jnp.broadcast_to(weights_BT, x_BTD.shape[:2])
-        return y_BTD, _routing(scores_BTE, shares_BTE, chosen_BTJ, kept_BTJ, weights_BT, self.spec)
-
-
-def route(scores_BTE: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose each token's experts.
-
-    Arguments:
-        scores_BTE: the router's scores, float32.
-        spec: says how scores become weights, and how many experts a token gets.
-
-    Returns:
-        How much the router favours each expert, as shares that sum to 1, `[B, T, E]`; the experts chosen, best first,
-        `[B, T, J]`; and their weights, `[B, T, J]`, float32.
-    """
-    sigmoid = spec.router == "sigmoid"
-    favour_BTE = jax.nn.sigmoid(scores_BTE) if sigmoid else jax.nn.softmax(scores_BTE, axis=-1)
-    gates_BTJ, chosen_BTJ = top_k(favour_BTE, min(spec.experts_per_token, spec.experts))
-    if spec.renormalize:
-        gates_BTJ = gates_BTJ / (gates_BTJ.sum(axis=-1, keepdims=True) + 1e-20)
-    shares_BTE = favour_BTE / (favour_BTE.sum(axis=-1, keepdims=True) + 1e-20) if sigmoid else favour_BTE
-    return shares_BTE, chosen_BTJ, gates_BTJ
-
-
-def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """As `jax.lax.top_k`, which on a mesh gathers all of `x` on each device: here each does its own part.
-
-    Arguments:
-        x: `[..., E]`.
-        count: how many to find; at most E.
-
-    Returns:
-        The largest along the last axis, `[..., count]`, largest first, and their places; of equals the first is first.
-    """
-    index, left, chosen = jnp.arange(x.shape[-1]), jax.lax.stop_gradient(x), []
-    for _ in range(count):
-        chosen.append(jnp.argmax(left, axis=-1))
-        left = jnp.where(index == chosen[-1][..., None], -jnp.inf, left)
-    places = jnp.stack(chosen, axis=-1)
-    return jnp.where(places[..., None] == index, x[..., None, :], 0.0).sum(axis=-1), places
-
-
-def _routing(
-    scores_BTE: jax.Array,
-    shares_BTE: jax.Array,
-    chosen_BTJ: jax.Array,
-    kept_BTJ: jax.Array | None,
-    weights_BT: jax.Array,
-    spec: ModelSpec,
-) -> Routing:
-    sent_BTE = (chosen_BTJ[..., None] == jnp.arange(spec.experts)).sum(axis=2) * weights_BT[..., None]
-    load_BE, tokens_B = sent_BTE.sum(axis=1), weights_BT.sum(axis=1)
-    dropped = jnp.zeros(()) if kept_BTJ is None else (weights_BT[..., None] * ~kept_BTJ).sum()
-    # Sequence-wise balance (DeepSeek-V3, 2024), which no other sequence changes. It is 1 where all experts are equal.
-    safe_B1 = jnp.where(tokens_B > 0, tokens_B, 1.0)[:, None]
-    frequency_BE = load_BE * (spec.experts / chosen_BTJ.shape[2]) / safe_B1
-    share_BE = (shares_BTE * weights_BT[..., None]).sum(axis=1) / safe_B1
-    balance = (tokens_B * (frequency_BE * share_BE).sum(axis=-1)).sum()
-    # ST-MoE (Zoph et al., 2022).
-    size = (weights_BT * jnp.square(jax.nn.logsumexp(scores_BTE, axis=-1))).sum()
-    return Routing(spec.balance_loss * balance + spec.router_z_loss * size, load_BE.sum(axis=0), dropped)
+        return y_BTD, what_it_did(scores_BTE, shares_BTE, chosen_BTJ, kept_BTJ, weights_BT, self.spec)
 
 
 def whole_experts(x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: ExpertKernels) -> jax.Array:

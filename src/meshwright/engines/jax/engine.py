@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from meshwright.config import Run
@@ -13,12 +14,16 @@ from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
 from meshwright.engines.jax.checkpoint import restore_state, save_state
 from meshwright.engines.jax.decode import Generator
+from meshwright.engines.jax.hf import HostParameters, logits_of, make_logits
 from meshwright.engines.jax.memory_check import fitting_train_step
 from meshwright.engines.jax.program import Program
+from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
 from meshwright.engines.jax.step import Metric, Params
 from meshwright.errors import UserError
+from meshwright.hub.reader import Checkpoint
 from meshwright.models.decoder import Decoder, active_parameter_count
+from meshwright.models.hf import spec_from_hf
 from meshwright.models.spec import ModelSpec
 
 RESERVED_METRICS = {
@@ -65,7 +70,7 @@ class JaxEngine:
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
         }
         self._train_step = fitting_train_step(program, training=training)
-        self._state = program.make_state()
+        self._state = program.make_state() if run.model.init == "random" or not training else start_state(program)
         self._generator = Generator(program)
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
@@ -96,6 +101,21 @@ class JaxEngine:
     ) -> Iterator[list[int | None]]:
         """See `Engine.generate`."""
         yield from self._generator(self._evaluation_params(), prompts, max_tokens, stop, sampling)
+
+    def on_host(self) -> HostParameters:
+        """See `Engine.on_host`."""
+        return HostParameters(self._evaluation_params(), self._program.spec, self._program)
+
+    def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:
+        """See `Engine.logits`."""
+        program = self._program
+        logits = make_logits(program.state, dtype)
+        compiled = program.compiled(logits, ordered=True, out_shardings=program.everywhere)
+        return np.asarray(compiled(self._evaluation_params(), jnp.asarray(tokens_BT)))
+
+    def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
+        """See `Engine.logits_of`."""
+        return logits_of(checkpoint, spec_from_hf(checkpoint.config), self._program.run, tokens_BT)
 
     def _evaluation_params(self) -> Params:
         if isinstance(self._state.optimizer, optax.contrib.ScheduleFreeState):

@@ -25,6 +25,7 @@ from meshwright.engines.jax.step import CHUNK
 from meshwright.models.decoder import active_parameter_count
 from meshwright.models.moe import expert_room
 from meshwright.models.spec import ModelSpec
+from meshwright.models.stacks import STACKS, layer_specs
 
 _FLOAT32 = 4
 
@@ -222,14 +223,15 @@ def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
 
     The sum of what the gradients of `meshwright.models` keep, in numbers a token, s bytes each unless said otherwise:
 
-    - the residual stream where each norm reads it, and what each norm makes: 4 D
+    - the residual stream where each norm reads it, and what each norm makes: 4 D; 6 D with norms on both sides
       (and float32 statistics of the norms: 2 each for LayerNorm, 1 for RMSNorm);
     - attention: queries H C, keys K C, values K E, the output H E twice (once for its own gradient, once as the input
       of the last product), and the weights H T; no weights in a ring, but their log-sum-exp, H float32. With dropout
-      also the weights before it, in float32, and a byte of mask for each;
+      also the weights before it, in float32, and a byte of mask for each. Norms of queries and keys keep these once
+      more, and a bound of the scores its slope, H T in float32;
     - latent attention: the latent vectors before and after their norms besides;
     - feed-forward: 2 F for GELU, F and a byte of mask each for ReLU; for SwiGLU 6 F: both products, the sigmoid, its
-      derivative, SiLU, and what goes into the last product;
+      derivative, SiLU, and what goes into the last product; for GeGLU 4 F, which has no sigmoid;
     - experts: for each of a token's J choices its input D, the products of the kernels inward, and its output D in
       float32; and the router's input in float32;
     - dropout: 2 D bytes of masks.
@@ -253,7 +255,8 @@ def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
         return stream + sum(part.products for part in parts)
     statistics = 2 * _FLOAT32 * (2 if spec.norm == "layernorm" else 1) / share.tensor
     masks = 2 * spec.width / share.tensor if spec.dropout else 0
-    return 4 * stream + statistics + masks + sum(part.kept for part in parts)
+    norms = 2 if spec.norm_placement == "both" else 1
+    return (2 + 2 * norms) * stream + norms * statistics + masks + sum(part.kept for part in parts)
 
 
 class _Part(NamedTuple):
@@ -276,6 +279,11 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
     else:
         weights = heads * share.time * share.number
     kept = queries + keys + values + 2 * heads * value_width + 2 * latents
+    if spec.attention_softcap:
+        weights += 0 if share.ring else heads * share.time * _FLOAT32
+    if spec.qk_norm != "none":
+        kept += queries + keys
+        weights += _FLOAT32 * (heads + kv_heads if spec.qk_norm == "head" else 2)
     products = queries + keys + values + latents + spec.width / share.tensor
     if latent:  # the rotated part of the keys is one for all heads
         products -= (heads - 1 / share.tensor) * spec.rotary_width
@@ -283,7 +291,7 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
 
 
 def _feed_forward_bytes(spec: ModelSpec, share: Share) -> _Part:
-    after = spec.width * share.number / share.tensor if spec.norm_placement == "post" else 0
+    after = spec.width * share.number / share.tensor if spec.norm_placement != "pre" else 0
     if not spec.experts:
         part = _mlp_bytes(spec, share, spec.ffn_width)
         return _Part(part.kept, part.products + after)
@@ -294,8 +302,9 @@ def _feed_forward_bytes(spec: ModelSpec, share: Share) -> _Part:
 
 def _mlp_bytes(spec: ModelSpec, share: Share, width: int) -> _Part:
     inner = width / share.tensor
-    kept = {"gelu": 2 * share.number, "relu": share.number + 1, "swiglu": 6 * share.number}[spec.activation]
-    return _Part(inner * kept, inner * _inward(spec) * share.number)
+    number = share.number
+    kept = {"gelu": 2 * number, "relu": number + 1, "swiglu": 6 * number, "geglu": 4 * number}
+    return _Part(inner * kept[spec.activation], inner * _inward(spec) * share.number)
 
 
 def _experts_bytes(spec: ModelSpec, share: Share) -> _Part:
@@ -316,7 +325,7 @@ def _experts_bytes(spec: ModelSpec, share: Share) -> _Part:
 
 
 def _inward(spec: ModelSpec) -> int:
-    return 2 if spec.activation == "swiglu" else 1
+    return 2 if spec.gated else 1
 
 
 def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
@@ -328,15 +337,16 @@ def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> 
     In a pipeline, where a stage's work is done again in the backward pass, each tick keeps the residual stream alone,
     and each micro-batch besides, where it goes in and where it comes out; what the layers of one tick keep is work.
     """
-    kept = share.tokens * layer_bytes(spec, share, run.train.remat)
+    kept_L = [share.tokens * layer_bytes(one, share, run.train.remat) for one in layer_specs(spec)]
+    most = max(layer_bytes(one, share, "none") for one in layer_specs(spec))
     random = 32 * spec.heads / share.tensor * share.time if spec.dropout else 0
-    work = share.tokens * (layer_bytes(spec, share, "none") + 4 * spec.width * share.number + random)
+    work = share.tokens * (most + 4 * spec.width * share.number + random)
     stages = run_mesh.sizes["pipeline"]
     if stages == 1:
-        return math.ceil(spec.layers * kept), math.ceil(work)
+        return math.ceil(sum(kept_L)), math.ceil(work)
     ticks = run_mesh.accumulate * run_mesh.rounds + stages - 1
     passed_on = (ticks + 2 * run_mesh.accumulate) * share.tokens * spec.width * share.number
-    return passed_on, math.ceil(_layers_at_a_time(spec, run_mesh) * kept + work)
+    return passed_on, math.ceil(sum(kept_L[: _layers_at_a_time(spec, run_mesh)]) + work)
 
 
 def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:
@@ -361,18 +371,22 @@ def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, sha
     and the head are gathered for the whole step. Elsewhere, where a layer isn't cut along `tensor`, kernels with one
     input are joined; XLA joins them again for the backward pass where layers are unrolled.
     """
-    layers = _layers_at_a_time(spec, run_mesh) if run.train.remat == "none" else 1
+    all_kept = run.train.remat == "none"
     if all(run_mesh.sizes[axis] == 1 for axis in GATHERED):
-        kept = layers if run.train.scan_layers else 1
-        return kept * _FLOAT32 * (_joined(spec) if share.tensor == 1 else 0)
+        joined_L = [_joined(one) for one in layer_specs(spec)[: _layers_at_a_time(spec, run_mesh)]]
+        kept = (sum if all_kept and run.train.scan_layers else max)(joined_L)
+        return _FLOAT32 * (kept if share.tensor == 1 else 0)
     gathered = {**run_mesh.sizes, **dict.fromkeys(GATHERED, 1)}
     specs = specs_of(state.axes, gathered, spec)
     size = {
         part: _FLOAT32 * count_of(leaves, jax.tree.map(run_mesh.sharding, specs[part], is_leaf=_is_spec))
         for part, leaves in state.shapes.params.items()
     }
-    here = spec.layers // run_mesh.sizes["pipeline"]
-    return size.pop("blocks", 0) * layers // here + sum(size.values())
+    stacks = [size.pop(name, 0) for name in STACKS]
+    if not all_kept:
+        here = spec.layers // run_mesh.sizes["pipeline"] - spec.dense_layers
+        return max(stacks[0] // max(spec.dense_layers, 1), stacks[1] // here) + sum(size.values())
+    return sum(stacks) // run_mesh.rounds + sum(size.values())
 
 
 def _is_spec(value: Any) -> bool:
@@ -381,7 +395,7 @@ def _is_spec(value: Any) -> bool:
 
 def _joined(spec: ModelSpec) -> int:
     key_width, value_width = head_widths(spec)
-    gate_and_up = 2 * spec.width * spec.ffn_width if spec.activation == "swiglu" else 0
+    gate_and_up = 2 * spec.width * spec.ffn_width if spec.gated else 0
     gate_and_up *= spec.shared_experts if spec.experts else 1
     if spec.attention == "heads":
         return gate_and_up + spec.width * key_width * (spec.heads + 2 * spec.kv_heads)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from meshwright.models.gradients import capped
+
 
 class Head(NamedTuple):
     """The linear map from the residual stream to the scores of the next token."""
@@ -26,6 +28,7 @@ def sharded_cross_entropy_sum(
     *,
     chunk: int,
     vocab: int,
+    softcap: float = 0.0,
     shares: tuple[int, int],
 ) -> jax.Array:
     """As `cross_entropy_sum`, of examples and time that lie cut along a mesh.
@@ -42,7 +45,7 @@ def sharded_cross_entropy_sum(
         cut = jnp.moveaxis(x.reshape(a, many, m // many, long, t // long, *x.shape[3:]), (1, 3), (0, 1))
         return cut.reshape(many, long, -1, *x.shape[3:])
 
-    total = partial(cross_entropy_sum, chunk=chunk, vocab=vocab)
+    total = partial(cross_entropy_sum, chunk=chunk, vocab=vocab, softcap=softcap)
     x, targets, weights = by_share(x_AMTD), by_share(targets_AMT), by_share(weights_AMT)
     if shares == (1, 1):
         return total(x[0, 0], head, targets[0, 0], weights[0, 0])
@@ -51,7 +54,14 @@ def sharded_cross_entropy_sum(
 
 
 def cross_entropy_sum(
-    x_ND: jax.Array, head: Head, targets_N: ArrayLike, weights_N: ArrayLike, *, chunk: int, vocab: int
+    x_ND: jax.Array,
+    head: Head,
+    targets_N: ArrayLike,
+    weights_N: ArrayLike,
+    *,
+    chunk: int,
+    vocab: int,
+    softcap: float = 0.0,
 ) -> jax.Array:
     """Sum of the cross-entropies of the targets, in nats; scores and softmax in float32.
 
@@ -65,22 +75,23 @@ def cross_entropy_sum(
         weights_N: 1 where the token counts, 0 where it doesn't.
         chunk: at most so many tokens at a time.
         vocab: the head's columns from here on are padding, which nothing is ever given to.
+        softcap: bound c of the scores, as c tanh(score / c); 0: none.
     """
     targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
     chunk = min(chunk, x_ND.shape[0])
     missing = -x_ND.shape[0] % chunk  # filled up with tokens of weight 0
     x_ND = jnp.pad(x_ND, ((0, missing), (0, 0)))
     targets_N, weights_N = (jnp.pad(part, (0, missing)) for part in (targets_N, weights_N))
-    return _total(x_ND, head, targets_N, weights_N, chunk, vocab)
+    return _total(x_ND, head, targets_N, weights_N, chunk, vocab, softcap)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _total(
-    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int
+    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ) -> jax.Array:
     def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_CD, targets_C, weights_C = one
-        scores_CV = _scores(x_CD, head, vocab)
+        scores_CV, _ = _scores(x_CD, head, vocab, softcap)
         losses_C = jax.nn.logsumexp(scores_CV, axis=-1) - _pick(scores_CV, targets_C)
         return total + (losses_C * weights_C).sum(), None
 
@@ -88,16 +99,17 @@ def _total(
 
 
 def _total_and_gradient(
-    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int
+    x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ):
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
-        scores_CV = _scores(x_CD, head, vocab)
+        scores_CV, slope_CV = _scores(x_CD, head, vocab, softcap)
         highest_C1 = scores_CV.max(axis=-1, keepdims=True)
         exp_CV = jnp.exp(scores_CV - highest_C1)
         sum_C1 = exp_CV.sum(axis=-1, keepdims=True)
         losses_C = (jnp.log(sum_C1) + highest_C1)[:, 0] - _pick(scores_CV, targets_C)
         d_scores_CV = (exp_CV / sum_C1 - _is_target(scores_CV, targets_C)) * weights_C[:, None]
+        d_scores_CV = d_scores_CV if slope_CV is None else d_scores_CV * slope_CV
         d_scores_CV = jax.lax.optimization_barrier(d_scores_CV.astype(x_CD.dtype))  # read thrice: make it once
         d_kernel_DV = jnp.dot(jax.lax.optimization_barrier(x_CD.T), d_scores_CV, preferred_element_type=jnp.float32)
         d_bias_V = None if d_head.bias_V is None else d_head.bias_V + d_scores_CV.astype(jnp.float32).sum(axis=0)
@@ -109,7 +121,7 @@ def _total_and_gradient(
     return total, (d_x.reshape(x_ND.shape), jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_head, head))
 
 
-def _scale(_chunk: int, _vocab: int, gradients: tuple[jax.Array, Head], by: jax.Array):
+def _scale(_chunk: int, _vocab: int, _softcap: float, gradients: tuple[jax.Array, Head], by: jax.Array):
     d_x_ND, d_head = jax.tree.map(lambda d: d * by.astype(d.dtype), gradients)
     return d_x_ND, d_head, None, None
 
@@ -117,13 +129,14 @@ def _scale(_chunk: int, _vocab: int, gradients: tuple[jax.Array, Head], by: jax.
 _total.defvjp(_total_and_gradient, _scale)
 
 
-def _scores(x_CD: jax.Array, head: Head, vocab: int) -> jax.Array:
+def _scores(x_CD: jax.Array, head: Head, vocab: int, softcap: float) -> tuple[jax.Array, jax.Array | None]:
     scores_CV = jnp.dot(x_CD, head.kernel_DV.astype(x_CD.dtype), preferred_element_type=jnp.float32)
     scores_CV = scores_CV if head.bias_V is None else scores_CV + head.bias_V
+    scores_CV, slope_CV = capped(scores_CV, softcap)
     if vocab == scores_CV.shape[1]:
-        return scores_CV
+        return scores_CV, slope_CV
     is_padding_CV = jax.lax.broadcasted_iota(jnp.int32, scores_CV.shape, 1) >= vocab
-    return jnp.where(is_padding_CV, jnp.finfo(jnp.float32).min, scores_CV)
+    return jnp.where(is_padding_CV, jnp.finfo(jnp.float32).min, scores_CV), slope_CV
 
 
 def _is_target(scores_CV: jax.Array, targets_C: jax.Array) -> jax.Array:

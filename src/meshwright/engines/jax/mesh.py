@@ -63,9 +63,16 @@ def check_mesh(run: Run, spec: ModelSpec, sizes: dict[str, int]) -> None:
             f"train.sequence_length = {run.train.sequence_length}: must be a multiple of 2 x mesh.context = "
             f"{_time_shares(sizes)}; change one of them"
         )
+    if stages > 1 and spec.dense_layers:
+        raise UserError(
+            f"mesh.pipeline = {stages}: each stage needs the same layers, but the first {spec.dense_layers} of "
+            f"{spec.layers} have one feed-forward part and the other {spec.layers - spec.dense_layers} have experts; "
+            "set mesh.pipeline = 1 and use expert, fsdp or tensor in its place, or model.dense_layers = 0"
+        )
     for axis, what, number in (
         ("tensor", "model.heads", spec.heads),
         ("tensor", "model.ffn_width", spec.ffn_width),
+        ("tensor", "model.dense_ffn_width", spec.dense_ffn_width if spec.dense_layers else 0),
         ("fsdp", "model.width", spec.width),
         ("fsdp", "model.kv_latent", spec.kv_latent),
         ("fsdp", "model.query_latent", spec.query_latent),

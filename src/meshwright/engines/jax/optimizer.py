@@ -8,6 +8,8 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from meshwright.config import OptimizerSection, Run
+from meshwright.models.routing import keep_untrained
+from meshwright.models.stacks import STACKS
 
 # Parameters of a layer are stacked on a leading axis, so a matrix of the blocks is a [L, in, out] array.
 _STACKED_MATRIX = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
@@ -106,11 +108,11 @@ def _muon_labels(params: Any) -> Any:
 
 
 def _is_stacked(path: tuple) -> bool:
-    return getattr(path[0], "key", None) == "blocks"
+    return getattr(path[0], "key", None) in STACKS
 
 
 def evaluation_params(state: Any, params: Any) -> Any:
     """The parameters to evaluate and to generate with: under schedule-free, the average; otherwise those trained."""
     if isinstance(state, optax.contrib.ScheduleFreeState):
-        return optax.contrib.schedule_free_eval_params(state, params)
+        return keep_untrained(optax.contrib.schedule_free_eval_params(state, params), params)
     return params

@@ -58,14 +58,15 @@ def pipelined(
     def run_layers(
         params_R: Any, turn: jax.Array, start: Start, first_layer: jax.Array
     ) -> tuple[jax.Array, Routing | None]:
-        params, keys_LB = _at(params_R, turn), start.dropout_keys_LB  # taken in here, so that no tick keeps a copy
-        if keys_LB is not None:
-            keys_LB = jax.random.wrap_key_data(jax.lax.dynamic_slice_in_dim(keys_LB, first_layer, run))
+        params = _at(params_R, turn)  # taken in here, so that no tick keeps a copy
+        told_L = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first_layer, run), start.told_L)
+        if told_L.dropout_keys_B is not None:
+            told_L = told_L._replace(dropout_keys_B=jax.random.wrap_key_data(told_L.dropout_keys_B))
 
         def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
             return apply(layer[0], x_BTD, start.places, layer[1])
 
-        return jax.lax.scan(one, start.x_BTD, (params, keys_LB), unroll=1 if scan_layers else run)
+        return jax.lax.scan(one, start.x_BTD, (params, told_L), unroll=1 if scan_layers else run)
 
     policy = REMAT["products" if remat == "products" else "full"]
     run_layers = jax.checkpoint(run_layers, policy=policy)
@@ -105,10 +106,10 @@ def pipelined(
 
     # What goes in whole has its gradient summed over the stages: in float32, since XLA's CPU backend can't in bfloat16.
     dtype, cut, same = starts_A.x_BTD.dtype, PartitionSpec(AXIS), PartitionSpec()
-    starts_A = starts_A._replace(
-        x_BTD=starts_A.x_BTD.astype(jnp.float32),
-        dropout_keys_LB=None if starts_A.dropout_keys_LB is None else jax.random.key_data(starts_A.dropout_keys_LB),
-    )
+    told_AL = starts_A.told_L
+    if told_AL.dropout_keys_B is not None:
+        told_AL = told_AL._replace(dropout_keys_B=jax.random.key_data(told_AL.dropout_keys_B))
+    starts_A = starts_A._replace(x_BTD=starts_A.x_BTD.astype(jnp.float32), told_L=told_AL)
     run_stages = jax.shard_map(
         stage, in_specs=(cut, cut, same), out_specs=(same, cut), axis_names={AXIS}, check_vma=False
     )

@@ -44,7 +44,7 @@ class Program:
         metrics: dict[str, Metric] | None = None,
         training: bool = True,
     ):
-        self.run, self.spec = run, spec
+        self.run, self.spec, self.model = run, spec, model
         self.mesh = run_mesh = make_run_mesh(run, spec, training=training)
         self.dtype = compute_dtype(run)
         schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
@@ -54,6 +54,7 @@ class Program:
         self.everywhere = run_mesh.sharding(PartitionSpec())
         shardings = self.state.shardings
         self.make_state = self.compiled(self.state.make, out_shardings=shardings)
+        self.begin = self.compiled(self.state.begin, donate_argnums=0, out_shardings=shardings)
         loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
         step = make_train_step(run, loss_sum, run_mesh, optimizer, schedule, metrics or {})
         self.train_step = self.compiled(step, donate_argnums=0, out_shardings=(shardings, self.everywhere))

@@ -14,19 +14,23 @@ low ones, n to 2n-1 the high ones, and the queries of shard i see of the keys of
 - from the low chunk, the high one: nothing.
 
 Hence the keys of another shard cost two products of chunks on every shard, half of what is there: high with low, and
-one more, low with low or high with high. Only a shard's own keys need a causal mask.
+one more, low with low or high with high. Only a shard's own keys need a causal mask. A window, which leaves out keys
+too far before the query, is a mask on all of them.
 
 Shapes: B batch, T columns in time, H heads, K key-value heads, G = H / K, C head width, E width of a head's values,
 Z = 2 the chunks of a shard (low, high), S the keys of a chunk, R = G S its queries of a group, one head after another.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from meshwright.models.gradients import Scoring, capped
 
 _ROWS, _RING, _HEADS = ("data", "fsdp", "expert"), "context", "tensor"
 _AXES = {*_ROWS, _RING, _HEADS}
@@ -40,14 +44,22 @@ _Tree = TypeVar("_Tree")
 
 
 class _Queries(NamedTuple):
-    q_ZBKRC: jax.Array  # scaled by C^-0.5
+    q_ZBKRC: jax.Array  # scaled
     segments_ZBR: jax.Array | None
+    places_ZR: jax.Array | None  # in the sequence; where there is a window
 
 
 class _Keys(NamedTuple):
     k_ZBKSC: jax.Array
     v_ZBKSE: jax.Array
     segments_ZBS: jax.Array | None
+    places_ZS: jax.Array | None  # they travel along
+
+
+class _Rules(NamedTuple):
+    # How a query and a key make a score.
+    scoring: Scoring
+    window: jax.Array | None
 
 
 class _Softmax(NamedTuple):
@@ -94,8 +106,15 @@ def zigzag_order(time: int, shards: int) -> np.ndarray:
     return np.arange(time).reshape(2 * shards, -1)[chunks].reshape(-1)
 
 
-@jax.custom_vjp
-def ring_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def ring_attention(
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKE: jax.Array,
+    segments_BT: jax.Array | None,
+    window: jax.Array | None = None,
+    scoring: Scoring | None = None,
+) -> jax.Array:
     """Causal softmax attention, the sequence cut along the mesh axis "context" (Liu et al., 2023).
 
     Global arrays in and out, with columns in `zigzag_order`, under `jax.set_mesh`; also within a map over other axes,
@@ -105,39 +124,43 @@ def ring_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segm
     Arguments:
         q_BTHC, k_BTKC, v_BTKE: queries, keys and values; head `h` uses key-value head `h // G`.
         segments_BT: integers; a query sees the keys of its own segment only. None: all are of one.
+        window: how many places a query sees, its own included, `[]`; None: all before it.
+        scoring: None: the usual scale, one over the root of C, and no bound.
 
     Returns:
         `[B, T, H, E]`, of the type of the values.
     """
-    return _forward(q_BTHC, k_BTKC, v_BTKE, segments_BT)[0]
+    return _forward(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)[0]
 
 
-def _forward(q_BTHC, k_BTKC, v_BTKE, segments_BT):
-    arguments = q_BTHC, k_BTKC, v_BTKE, segments_BT
-    y_BTHE, lse_BTH = _on_shards(_forward_shard, "hhht", "hh")(*arguments)
+def _forward(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring):
+    scoring = scoring or Scoring(q_BTHC.shape[-1] ** -0.5)
+    arguments = q_BTHC, k_BTKC, v_BTKE, segments_BT, window
+    y_BTHE, lse_BTH = _on_shards(partial(_forward_shard, scoring), "hhhtn", "hh")(*arguments)
     return y_BTHE, (*arguments, y_BTHE, lse_BTH)
 
 
-def _backward(kept, dy_BTHE):
-    return *_on_shards(_backward_shard, "hhhthhh", "hhh")(*kept, dy_BTHE), None
+def _backward(scoring, kept, dy_BTHE):
+    scoring = scoring or Scoring(kept[0].shape[-1] ** -0.5)
+    return *_on_shards(partial(_backward_shard, scoring), "hhhtnhhh", "hhh")(*kept, dy_BTHE), None, None
 
 
 ring_attention.defvjp(_forward, _backward)
 
 
 def _on_shards(f: Callable[..., Any], arguments: str, results: str) -> Callable[..., Any]:
-    # Everything is cut in the same way; "h": an array with heads, "t": one without.
-    specs = {"h": PartitionSpec(_ROWS, _RING, _HEADS), "t": PartitionSpec(_ROWS, _RING)}
+    # Everything is cut in the same way; "h": an array with heads, "t": one without, "n": a number.
+    specs = {"h": PartitionSpec(_ROWS, _RING, _HEADS), "t": PartitionSpec(_ROWS, _RING), "n": PartitionSpec()}
     in_specs, out_specs = (tuple(specs[kind] for kind in kinds) for kinds in (arguments, results))
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=_AXES, check_vma=False)
 
 
-def _forward_shard(q_BTHC, k_BTKC, v_BTKE, segments_BT):
-    kv_heads = k_BTKC.shape[2]
-    queries, keys = _queries(q_BTHC, kv_heads, segments_BT), _keys(k_BTKC, v_BTKE, segments_BT)
+def _forward_shard(scoring, q_BTHC, k_BTKC, v_BTKE, segments_BT, window):
+    rules = _Rules(scoring, window)
+    queries, keys = _queries_and_keys(q_BTHC, k_BTKC, v_BTKE, segments_BT, rules)
 
     def meet(softmax: _Softmax, keys: _Keys, mine: Any, theirs: Any, causal: bool) -> _Softmax:
-        met = _include(_chunk(softmax, mine), _chunk(queries, mine), _chunk(keys, theirs), causal)
+        met = _include(_chunk(softmax, mine), _chunk(queries, mine), _chunk(keys, theirs), causal, rules)
         return _with_chunk(softmax, met, mine)
 
     softmax = _round_the_ring(meet, _nothing(queries, keys), keys)
@@ -147,15 +170,15 @@ def _forward_shard(q_BTHC, k_BTKC, v_BTKE, segments_BT):
     return _columns(y_ZBKRE, time).astype(v_BTKE.dtype), _columns(lse_ZBKR1, time)[..., 0]
 
 
-def _backward_shard(q_BTHC, k_BTKC, v_BTKE, segments_BT, y_BTHE, lse_BTH, dy_BTHE):
-    kv_heads = k_BTKC.shape[2]
-    queries, keys = _queries(q_BTHC, kv_heads, segments_BT), _keys(k_BTKC, v_BTKE, segments_BT)
+def _backward_shard(scoring, q_BTHC, k_BTKC, v_BTKE, segments_BT, window, y_BTHE, lse_BTH, dy_BTHE):
+    rules, kv_heads = _Rules(scoring, window), k_BTKC.shape[2]
+    queries, keys = _queries_and_keys(q_BTHC, k_BTKC, v_BTKE, segments_BT, rules)
     along_BTH = (dy_BTHE.astype(jnp.float32) * y_BTHE.astype(jnp.float32)).sum(axis=-1)
     rows = (_chunks(x, kv_heads) for x in (dy_BTHE, along_BTH[..., None], lse_BTH[..., None]))
     upstream = _Upstream(*rows)
 
     def meet(sums: _Gradients, keys: _Keys, mine: Any, theirs: Any, causal: bool) -> _Gradients:
-        new = _pull_back(_chunk(queries, mine), _chunk(upstream, mine), _chunk(keys, theirs), causal)
+        new = _pull_back(_chunk(queries, mine), _chunk(upstream, mine), _chunk(keys, theirs), causal, rules)
         chunks = _Gradients(mine, theirs, theirs)
         return _Gradients(*(_with_chunk(s, _chunk(s, c) + x, c) for s, x, c in zip(sums, new, chunks, strict=True)))
 
@@ -165,9 +188,9 @@ def _backward_shard(q_BTHC, k_BTKC, v_BTKE, segments_BT, y_BTHE, lse_BTH, dy_BTH
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (queries.q_ZBKRC, keys.k_ZBKSC, keys.v_ZBKSE))
     sums = _round_the_ring(meet, _Gradients(*zeros), keys, with_keys)
     sums = with_keys(sums)  # the last step home
-    time, scale = q_BTHC.shape[1], q_BTHC.shape[-1] ** -0.5
+    time = q_BTHC.shape[1]
     return (
-        _columns(sums.dq_ZBKRC * scale, time).astype(q_BTHC.dtype),
+        _columns(sums.dq_ZBKRC * scoring.scale, time).astype(q_BTHC.dtype),
         _columns(sums.dk_ZBKSC, time).astype(k_BTKC.dtype),
         _columns(sums.dv_ZBKSE, time).astype(v_BTKE.dtype),
     )
@@ -215,8 +238,9 @@ def _hand_on(tree: _Tree) -> _Tree:
 # What is done with one chunk of queries and one of keys.
 
 
-def _scores(queries: _Queries, keys: _Keys, causal: bool) -> jax.Array:
-    scores_BKRS = _product("...RC,...SC->...RS", queries.q_ZBKRC, keys.k_ZBKSC)
+def _scores(queries: _Queries, keys: _Keys, causal: bool, rules: _Rules) -> tuple[jax.Array, jax.Array | None]:
+    products_BKRS = _product("...RC,...SC->...RS", queries.q_ZBKRC, keys.k_ZBKSC)
+    scores_BKRS, slope_BKRS = capped(products_BKRS, rules.scoring.softcap)
     if causal:
         rows, length = scores_BKRS.shape[-2:]
         seen_RS = jnp.tile(jnp.tril(jnp.ones((length, length), bool)), (rows // length, 1))
@@ -224,7 +248,10 @@ def _scores(queries: _Queries, keys: _Keys, causal: bool) -> jax.Array:
     if queries.segments_ZBR is not None and keys.segments_ZBS is not None:
         seen_B1RS = queries.segments_ZBR[..., None, :, None] == keys.segments_ZBS[..., None, None, :]
         scores_BKRS = jnp.where(seen_B1RS, scores_BKRS, _MASKED)
-    return scores_BKRS
+    if rules.window is not None and queries.places_ZR is not None and keys.places_ZS is not None:
+        seen_RS = queries.places_ZR[:, None] - keys.places_ZS < rules.window
+        scores_BKRS = jnp.where(seen_RS, scores_BKRS, _MASKED)
+    return scores_BKRS, slope_BKRS
 
 
 def _nothing(queries: _Queries, keys: _Keys) -> _Softmax:
@@ -233,10 +260,10 @@ def _nothing(queries: _Queries, keys: _Keys) -> _Softmax:
     return _Softmax(highest, jnp.zeros_like(highest), jnp.zeros((*rows, values), jnp.float32))
 
 
-def _include(softmax: _Softmax, queries: _Queries, keys: _Keys, causal: bool) -> _Softmax:
+def _include(softmax: _Softmax, queries: _Queries, keys: _Keys, causal: bool, rules: _Rules) -> _Softmax:
     # Each query has met itself, with its like, before it meets a chunk of which it may see nothing. So its highest
     # score is a real one there, and masked scores weigh exp(-huge) = 0.
-    scores_BKRS, v_BKSE = _scores(queries, keys, causal), keys.v_ZBKSE
+    (scores_BKRS, _), v_BKSE = _scores(queries, keys, causal, rules), keys.v_ZBKSE
     highest = jnp.maximum(softmax.highest_ZBKR1, scores_BKRS.max(axis=-1, keepdims=True))
     weights_BKRS, shrink = jnp.exp(scores_BKRS - highest), jnp.exp(softmax.highest_ZBKR1 - highest)
     y_BKRE = _product("...RS,...SE->...RE", weights_BKRS.astype(v_BKSE.dtype), v_BKSE)
@@ -244,12 +271,14 @@ def _include(softmax: _Softmax, queries: _Queries, keys: _Keys, causal: bool) ->
     return _Softmax(highest, total, softmax.y_ZBKRE * shrink + y_BKRE)
 
 
-def _pull_back(queries: _Queries, upstream: _Upstream, keys: _Keys, causal: bool) -> _Gradients:
+def _pull_back(queries: _Queries, upstream: _Upstream, keys: _Keys, causal: bool, rules: _Rules) -> _Gradients:
     # That of the queries is of the scaled ones.
     q, k, v = queries.q_ZBKRC, keys.k_ZBKSC, keys.v_ZBKSE
-    weights_BKRS = jnp.exp(_scores(queries, keys, causal) - upstream.lse_ZBKR1)
+    scores_BKRS, slope_BKRS = _scores(queries, keys, causal, rules)
+    weights_BKRS = jnp.exp(scores_BKRS - upstream.lse_ZBKR1)
     d_weights_BKRS = _product("...RE,...SE->...RS", upstream.dy_ZBKRE, v)
-    d_scores_BKRS = (weights_BKRS * (d_weights_BKRS - upstream.along_ZBKR1)).astype(q.dtype)
+    d_scores_BKRS = weights_BKRS * (d_weights_BKRS - upstream.along_ZBKR1)
+    d_scores_BKRS = (d_scores_BKRS if slope_BKRS is None else d_scores_BKRS * slope_BKRS).astype(q.dtype)
     return _Gradients(
         _product("...RS,...SC->...RC", d_scores_BKRS, k),
         _product("...RS,...RC->...SC", d_scores_BKRS, q),
@@ -264,18 +293,22 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
 # From columns to chunks and back. The columns of a shard are its low chunk, then its high one.
 
 
-def _queries(q_BTHC: jax.Array, kv_heads: int, segments_BT: jax.Array | None) -> _Queries:
-    q_ZBKRC = _chunks(q_BTHC * q_BTHC.shape[-1] ** -0.5, kv_heads)
-    if segments_BT is None:
-        return _Queries(q_ZBKRC, None)
-    group = q_BTHC.shape[2] // kv_heads
-    return _Queries(q_ZBKRC, jnp.tile(_segment_chunks(segments_BT), (1, 1, group)))
-
-
-def _keys(k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None) -> _Keys:
+def _queries_and_keys(
+    q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None, rules: _Rules
+) -> tuple[_Queries, _Keys]:
     kv_heads = k_BTKC.shape[2]
-    segments_ZBS = None if segments_BT is None else _segment_chunks(segments_BT)
-    return _Keys(_chunks(k_BTKC, kv_heads), _chunks(v_BTKE, kv_heads), segments_ZBS)
+    group, length = q_BTHC.shape[2] // kv_heads, q_BTHC.shape[1] // 2
+    q_ZBKRC = _chunks(q_BTHC * rules.scoring.scale, kv_heads)
+    segments_ZBR = segments_ZBS = places_ZR = places_ZS = None
+    if segments_BT is not None:
+        segments_ZBS = _segment_chunks(segments_BT)
+        segments_ZBR = jnp.tile(segments_ZBS, (1, 1, group))
+    if rules.window is not None:
+        here, shards = jax.lax.axis_index(_RING), jax.lax.axis_size(_RING)
+        places_ZS = jnp.stack([here, 2 * shards - 1 - here])[:, None] * length + jnp.arange(length)
+        places_ZR = jnp.tile(places_ZS, (1, group))
+    keys = _Keys(_chunks(k_BTKC, kv_heads), _chunks(v_BTKE, kv_heads), segments_ZBS, places_ZS)
+    return _Queries(q_ZBKRC, segments_ZBR, places_ZR), keys
 
 
 def _segment_chunks(segments_BT: jax.Array) -> jax.Array:

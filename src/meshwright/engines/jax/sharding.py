@@ -16,9 +16,11 @@ from meshwright.engines.jax.manual import manual
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.ring import ring_attention, zigzag_order
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED, PARAMETERS
+from meshwright.models.gradients import Scoring
 from meshwright.models.layout import Layout
 from meshwright.models.moe import ExpertKernels
 from meshwright.models.spec import ModelSpec
+from meshwright.models.stacks import STACKS
 
 Axes = tuple[str | None, ...]
 
@@ -27,7 +29,7 @@ def axes_of(state: nnx.State) -> dict:
     """The names of the axes of each parameter, as nested dictionaries.
 
     Arguments:
-        state: the parameters of a model, abstract or not; those of `blocks` are stacked, and get a leading `layers`.
+        state: the parameters of a model, abstract or not; those of its stacks of blocks get a leading `layers`.
     """
     axes: dict = {}
     for path, variable in state.flat_state():
@@ -35,7 +37,7 @@ def axes_of(state: nnx.State) -> dict:
         inner = axes
         for folder in folders:
             inner = inner.setdefault(folder, {})
-        stacked = path[0] == "blocks"
+        stacked = path[0] in STACKS
         unknown = (None,) * (variable.ndim - stacked)  # a researcher's own parameter may have no names
         inner[name] = ("layers",) * stacked + (variable.get_metadata().get("axes") or unknown)
     return axes
@@ -160,12 +162,18 @@ class MeshLayout(Layout):
         return int(np.lcm(kv_heads, self._sizes["tensor"])) // kv_heads
 
     def attention(
-        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKE: jax.Array, segments_BT: jax.Array | None
+        self,
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKE: jax.Array,
+        segments_BT: jax.Array | None,
+        window: jax.Array | None,
+        scoring: Scoring,
     ) -> jax.Array:
         """See `Layout.attention`: a ring, where sequences are cut."""
         if self._context == 1:
-            return super().attention(q_BTHC, k_BTKC, v_BTKE, segments_BT)
-        return ring_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT)
+            return super().attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
+        return ring_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
 
     def experts(
         self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: ExpertKernels

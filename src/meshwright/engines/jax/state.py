@@ -28,6 +28,8 @@ class StatePlan:
     graph: nnx.GraphDef
     make: Callable[[], TrainState]
     """Makes the initial state; to be compiled with `shardings` for its outputs, so that no device holds all of it."""
+    begin: Callable[[Params], TrainState]
+    """Makes the state that training begins with from parameters, which are padded and lie as `shardings` says."""
     shapes: TrainState
     """Abstract arrays."""
     shardings: TrainState | None
@@ -72,6 +74,9 @@ def plan_state(
 
     def make() -> TrainState:
         params = pad_vocab(nnx.to_pure_dict(nnx.state(build(), nnx.Param)), axes, rows)
+        return begin(params)
+
+    def begin(params: Params) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     shapes, shardings = jax.eval_shape(make), None
@@ -80,7 +85,7 @@ def plan_state(
         shardings = state_shardings(shapes, shapes.params, laid, run_mesh.sharding(PartitionSpec()))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(abstract, nnx.Param))))
     order_L = np.array(more["order_L"]) if more else None
-    return StatePlan(nnx.graphdef(abstract), make, shapes, shardings, axes, parameters, order_L)
+    return StatePlan(nnx.graphdef(abstract), make, begin, shapes, shardings, axes, parameters, order_L)
 
 
 def _is_spec(value: Any) -> bool:

@@ -19,8 +19,9 @@ from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.pipeline import pipelined
 from meshwright.errors import UserError
 from meshwright.models.layout import layout
-from meshwright.models.moe import Routing
+from meshwright.models.routing import Routing, keep_untrained
 from meshwright.models.spec import ModelSpec
+from meshwright.models.stacks import STACKS
 
 Params = Any
 
@@ -94,7 +95,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
 
     def loss_sum(params: Params, batch: Batch, keys_AM: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
-        gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name != "blocks"}
+        gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name not in STACKS}
         nnx.update(model, nnx.State(layout().gather(gathered)))
         x_AMTD, routing_L = hidden(model, batch, keys_AM)
         x_AMTD = layout().place(x_AMTD, None, "batch", "loss_time", None)
@@ -105,6 +106,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
             jnp.asarray(batch.weights_BT),
             chunk=CHUNK,
             vocab=spec.vocab_size,
+            softcap=spec.final_softcap,
             shares=shares,
         )
         return LossSum(total, jnp.asarray(batch.weights_BT).sum(), routing_L)
@@ -159,7 +161,8 @@ def make_train_step(
             shrink = jnp.minimum(1.0, run.optimizer.clip_norm / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
+        params = keep_untrained(optax.apply_updates(state.params, updates), state.params)
+        new = TrainState(state.step + 1, params, optimizer_state)
         values = {"loss": loss.total / tokens, "grad_norm": norm, "tokens": loss.tokens}
         if learning_rate is not None:
             values["learning_rate"] = learning_rate(state.step)

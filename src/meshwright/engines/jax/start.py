@@ -1,0 +1,48 @@
+"""The state that training begins with where its parameters come from a checkpoint: `model.init`."""
+
+import json
+from pathlib import Path
+
+import jax
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from meshwright.engines.jax.checkpoint import restore_state
+from meshwright.engines.jax.hf import read_params
+from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer
+from meshwright.engines.jax.program import Program
+from meshwright.engines.jax.state import plan_state
+from meshwright.engines.jax.step import Params, TrainState
+from meshwright.hub.reader import open_checkpoint
+
+
+def start_state(program: Program) -> TrainState:
+    """The first state of a run that starts from a checkpoint.
+
+    Arguments:
+        program: `model.init` of its run is `hf:...`, or the folder of a checkpoint that another run saved.
+
+    Raises:
+        UserError: the checkpoint isn't there or is broken, or isn't one of this architecture.
+    """
+    init = program.run.model.init
+    if init.startswith("hf:"):
+        return program.begin(read_params(open_checkpoint(init), program.spec, program.state))
+    return program.begin(_saved_params(Path(init), program))
+
+
+def _saved_params(folder: Path, program: Program) -> Params:
+    identity = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["identity"]
+    run, averages = program.run, identity.get("optimizer.kind") == "schedule_free"
+    averaging = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"kind": "schedule_free"})})
+    optimizer = make_optimizer(averaging) if averages else optax.identity()  # what it leaves out isn't read
+    plan = plan_state(program.model, program.spec, run, program.mesh, optimizer)
+    shardings = plan.shardings or jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), plan.shapes)
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plan.shapes, shardings
+    )
+    state = restore_state(folder, like, plan)
+    if not averages:
+        return state.params
+    average = program.compiled(evaluation_params, out_shardings=plan.shardings and plan.shardings.params)
+    return average(state.optimizer, state.params)

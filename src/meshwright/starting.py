@@ -1,0 +1,92 @@
+"""What a run file takes over from the checkpoint that its run starts from, or from a preset. Imports no framework."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.models.spec import ModelSpec, preset
+
+CHANGEABLE = {"context_length", "dropout", "capacity_factor", "balance_loss", "router_z_loss"} | {
+    key for key in ModelSpec.model_fields if key.startswith("rope_")
+}
+"""Keys of the spec that may differ from those of the checkpoint: no parameter depends on them."""
+
+
+def from_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a preset, under those of a run file.
+
+    Arguments:
+        values: of `[model]`.
+        name: the preset's.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    base = preset(name).model_dump()
+    if "heads" in values or "width" in values:
+        base.pop("head_width")
+    if "heads" in values and base["kv_heads"] == base["heads"]:
+        base.pop("kv_heads")
+    return {**base, **values}
+
+
+def from_checkpoint(values: dict[str, Any], name: str, init: str) -> dict[str, Any]:
+    """The keys of a checkpoint, under those of a run file.
+
+    Arguments:
+        values: of `[model]`.
+        name: of the preset that it names; empty: none.
+        init: `model.init`, other than `random`.
+
+    Raises:
+        UserError: there is no such checkpoint, its architecture can't be represented, or a key is another there.
+    """
+    theirs = _architecture(init)
+    given = from_preset(values, name) if name else values
+    free = CHANGEABLE - ({"context_length"} if theirs.positions == "learned" else set())
+    for key in ModelSpec.model_fields:
+        value, there = given.get(key), getattr(theirs, key)
+        if key in given and value != there and key not in free and (key, value) != ("vocab_size", 0):
+            raise UserError(
+                f"model.{key} = {value!r}: the checkpoint {init!r} has {there!r}; leave it out, as all that its "
+                "parameters depend on comes from there"
+            )
+    kept = {key: value for key, value in given.items() if key in free}
+    return {**theirs.model_dump(), **values, **kept, "vocab_size": theirs.vocab_size}
+
+
+def _architecture(init: str) -> ModelSpec:
+    if init.startswith("hf:"):
+        from meshwright.hub.reader import read_config
+        from meshwright.models.hf import spec_from_hf
+
+        return spec_from_hf(read_config(init))
+    from meshwright.config import load_run
+
+    run_file = Path(init) / "run.toml"
+    if not run_file.is_file():
+        raise UserError(
+            f"model.init = {init!r}: no such run directory; it can be random, hf:<folder or name>, or a folder that "
+            "train wrote"
+        )
+    return load_run(run_file).model.spec
+
+
+def tokenizer_of(init: str) -> str | None:
+    """The `tokenizer.kind` of what came with a checkpoint; None: nothing did.
+
+    Arguments:
+        init: `model.init`, other than `random`.
+    """
+    if init.startswith("hf:"):
+        path = Path(init.removeprefix("hf:")).expanduser()
+        if not path.is_dir():
+            return init  # on the hub: whether one is there isn't known before it is fetched
+        return f"hf:{path}" if (path / "tokenizer.json").is_file() else None
+    folder = Path(init) / "tokenizer"
+    try:
+        kind = json.loads((folder / "spec.json").read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return f"hf:{folder}" if kind == "bpe" or kind.startswith("hf:") else kind
