@@ -200,7 +200,7 @@ def test_another_template_makes_another_store(make, tmp_path):
 def test_what_was_left_out_is_refused_under_stop(make):
     given = Given(*(Document(text, text) for text in TEXTS), Document("bad one", "a\0b"))
     prepare_one(make("given"), source=given)
-    with pytest.raises(UserError, match="data.on_bad = 'stop': the store at .* left out bad one: NUL byte"):
+    with pytest.raises(UserError, match=r"data.on_bad = 'stop': the store at .* left out bad one: NUL byte"):
         prepare(make("given", data={"on_bad": "stop"}), source=given)
 
 
