@@ -195,6 +195,10 @@ def test_performance_page_holds_what_was_aimed_at():
     results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
     assert all(shape["ratio"] >= 1.5 for shape in results["cpu_train"]["shapes"].values())
     assert all(size["ratio"] >= 0.8 for size in results["prepare"]["encode"])
+    ways = results["prepare"]["beside_nanogpt"]
+    assert ways["ratio"] >= 1.5 and ways["disk_share"] <= 0.25
+    assert ways["prepare"]["peak_mb"] <= 1.25 * ways["prepare_peak_mb_of_a_tenth"]
+    assert all(run["idle_share"] < 0.01 for run in results["loader"]["training"].values())
     assert results["host_overhead"]["host_s"] < 1e-3
     assert results["start"]["commands"]["meshwright --help"]["median_s"] < 0.3
 

@@ -99,9 +99,10 @@ def test_each_step_reads_the_same_tokens_whoever_reads_them(folder, packing):
     assert not set(other_seed) & set(whole)
 
 
-def test_two_real_processes_read_what_one_does(folder):
+@pytest.mark.parametrize(("workers", "first"), [(2, [0, 1, 4, 5]), (4, [0, 4])])
+def test_real_processes_read_what_one_does(folder, workers, first):
     run = values(folder, "packed", train={"micro_batch_size": 4})
     one = hashes(mw.make_run(run))
-    found = run_processes(read_as_one_of_several, workers=2, timeout=90, arguments=(run,))
-    assert found[0][0] == [0, 1, 4, 5] and found[1][0] == [2, 3, 6, 7]
+    found = run_processes(read_as_one_of_several, workers=workers, timeout=150, arguments=(run,))
+    assert found[0][0] == first and len(found) == workers
     assert by_step([(np.array(rows), hashed) for rows, hashed in found]) == one

@@ -288,12 +288,19 @@ def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:
         the loss in bits times the tokens a byte of the whole validation split, so that tokenizers compare.
 
     Raises:
-        UserError: the validation split is too short.
+        UserError: the validation split is too short, or holds nothing that is to be learned.
     """
     sums = [engine.eval_step(batch) for batch in eval_batches(corpus, run, engine.rows)]
-    loss = sum(float(total) for total, _ in sums) / sum(float(tokens) for _, tokens in sums)
+    counted = sum(float(tokens) for _, tokens in sums)
+    if not counted:
+        raise UserError(
+            "data.validation: no token of the validation batches is to be learned; raise train.eval_batches or "
+            "train.sequence_length, or hold out more"
+        )
+    loss = sum(float(total) for total, _ in sums) / counted
     values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
-    sizes = [split.byte_count for split in corpus.validation]
+    # Of conversations just the answers count, whose bytes aren't known.
+    sizes = [None if split.is_weighted else split.byte_count for split in corpus.validation]
     if all(sizes):
         tokens = sum(split.token_count for split in corpus.validation)
         values["val_bits_per_byte"] = loss / math.log(2) * tokens / sum(size or 0 for size in sizes)

@@ -7,6 +7,7 @@ from helpers import write_corpus
 from prepared import contents, documents
 
 from meshwright.data.prepare import prepare
+from meshwright.data.recipes import names_of
 from meshwright.data.store import Store
 from meshwright.errors import UserError
 
@@ -81,6 +82,27 @@ def test_weights_and_names(make, tmp_path):
     corpus = prepare(mixed(make, listed))
     assert corpus.names == ["texts", "texts-2"]
     assert corpus.weights == [[(0, 3.0), (10, 1.0)], [(0, 1.0)]]
+
+
+def test_names_are_all_different():
+    assert names_of(["x/a-2", "y/a", "z/a"]) == ["a-2", "a", "a-3"]
+    assert names_of(["a", "b/a", "c/a"]) == ["a", "a-2", "a-3"]
+    assert names_of(["a", "a-2", "a", "a-2"]) == ["a", "a-2", "a-3", "a-2-2"]
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        ([{"step": 5, "weight": 1.0}, {"step": 3, "weight": 1.0}], "from step 3 after one from step 5"),
+        ([{"step": 0, "weight": 1.0}], "from step 0 after one from step 0"),
+        ([{"step": 4, "weight": 0.0}], "all weights are 0 from step 4"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused_before_any_work(make, tmp_path, later, words):
+    write_corpus(tmp_path / "books")
+    with pytest.raises(UserError, match=rf"data\.train: .*{words}"):
+        prepare(mixed(make, [{"source": str(tmp_path / "books"), "later": later}]))
+    assert not (tmp_path / "store").exists()
 
 
 def test_one_tokenizer_is_trained_on_all_sources(several, tmp_path):

@@ -48,6 +48,17 @@ def test_padded_by_hand(tmp_path):
     assert padded.padding == pytest.approx(3 / 9)
 
 
+def test_padded_leaves_out_conversations_cut_before_their_answer(tmp_path):
+    late, early = [1, 2, 3, 4, 5, 6], [7, 8, 9]
+    weights = [[0, 0, 0, 0, 1, 1], [0, 1, 1]]
+    train = write_store(tmp_path / "store", [late, early], weights=weights).split("train")
+    assert rows(Padded(train, 3)) == [[[7, 8, 9], [8, 9, E], [1, 1, 1]]]
+    assert Padded(train, 3).left_out == 1 and len(Padded(train, 4)) == 2
+    nothing = write_store(tmp_path / "other", [late], weights=weights[:1]).split("train")
+    with pytest.raises(UserError, match=r"no document with anything to learn.*raise train.sequence_length"):
+        Padded(nothing, 3)
+
+
 def test_packed_by_hand(tmp_path, make):
     store = write_store(tmp_path / "store", [[1, 2, 3, 4, 5], [], [6], [7, 8]])  # 5 targets: 3 and 2; 1; 2
     packed = open_train(make, store, "packed")

@@ -42,6 +42,16 @@ def test_bad_documents_are_counted_by_kind_and_the_first_are_named(make):
     ]
 
 
+def test_names_that_are_not_utf8_can_be_named(make, tmp_path):
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "corpus" / "a\udce9.txt").write_bytes(b"\xff")
+    (tmp_path / "corpus" / "b.csv").write_bytes(b"num\xe9ro\n1\n")
+    left_out = prepare_one(make(tmp_path / "corpus")).manifest["left_out"]
+    first, second = left_out["examples"]
+    assert first == "a\\udce9.txt: not UTF-8 (byte 0)"
+    assert second == "b.csv#1: missing field (text; there are num\\udce9ro)"
+
+
 def test_nothing_is_said_when_nothing_is_left_out(make):
     notes = []
     prepare(make("mine"), source=Documents(*TEXTS), on_note=notes.append)
@@ -177,27 +187,21 @@ def test_conversations_have_weights(make, monkeypatch, processes):
     assert total == sum(len(f"q{i}a{i}") for i in range(30)) + len("plain")
 
 
-def test_a_template_that_writes_the_date_writes_the_first_days_when_gone_on_with(make, tmp_path, monkeypatch):
-    (tmp_path / "dated.jinja").write_text(
-        "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    )
-    monkeypatch.setattr(encode, "BLOCK_CHARACTERS", 40)
-    monkeypatch.setattr("meshwright.data.make.COMMIT_BYTES", 40)
-    run = make("given", data={"chat": str(tmp_path / "dated.jinja")})
+def test_another_template_makes_another_store(make, tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    run = make("given", data={"chat": str(tmp_path / "own.jinja")})
     given = Given(*(talk(i) for i in range(60)))
-
-    def fail_late(stage, done, *rest):
-        if done > 150:
-            raise ConnectionError
-
-    with pytest.raises(ConnectionError):
-        prepare(run, source=given, on_progress=fail_late)
-    store = prepare_one(run, source=given)
-    both = documents(store, "train") + documents(store, "validation")
-    assert len({text.partition("<")[0] for text in both}) == 1 and len(both) == 60
-    (tmp_path / "dated.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    prepare_one(run, source=given)
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match=r"made from something else \(chat "):
         prepare(run, source=given)
+
+
+def test_what_was_left_out_is_refused_under_stop(make):
+    given = Given(*(Document(text, text) for text in TEXTS), Document("bad one", "a\0b"))
+    prepare_one(make("given"), source=given)
+    with pytest.raises(UserError, match=r"data.on_bad = 'stop': the store at .* left out bad one: NUL byte"):
+        prepare(make("given", data={"on_bad": "stop"}), source=given)
 
 
 def test_a_conversation_without_a_template_is_bad_input(make):

@@ -236,6 +236,18 @@ def test_a_users_folder_in_the_way_is_left_alone(make, corpus, tmp_path):
     assert (tmp_path / "store.partial" / "notes.txt").read_text() == "a user's"
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_to_another_disk_is_followed(make, tmp_path, there):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if there:
+        (disk / "mine").mkdir()
+    (tmp_path / "store").symlink_to(disk / "mine")
+    store = prepare_one(make("mine"), source=Documents(*TEXTS))
+    assert store.path == tmp_path / "store" and [path.name for path in disk.iterdir()] == ["mine"]
+    assert store.split("train").document_count > 30 and (tmp_path / "store").is_symlink()
+
+
 def test_a_full_disk_is_a_clear_error_and_leaves_the_work(make, tmp_path, small, monkeypatch):
     whole = prepare_one(make("mine", data={"store": str(tmp_path / "whole")}), source=Documents(*TEXTS))
     (tmp_path / "run.toml").write_text(make("mine").to_toml())

@@ -1,6 +1,7 @@
 import bz2
 import csv
 import gzip
+import io
 import json
 import lzma
 import subprocess
@@ -16,6 +17,7 @@ from meshwright.config import SourceKeys
 from meshwright.data import readers
 from meshwright.data.documents import Document, PlacedSource
 from meshwright.data.sources import open_source
+from meshwright.errors import UserError
 
 TEXTS = [f"{number}. " + 'ein Wörtchen, "zwei"\n' * (number % 5 + 1) for number in range(40)]
 COMPRESS = {
@@ -217,6 +219,36 @@ def test_a_broken_row_group_leaves_the_others(tmp_path):
     assert documents[3].fault.startswith("broken Parquet (") and documents[3].name == "a.parquet#4"
 
 
+def test_parquet_with_a_broken_footer_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:3]}), path)
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[-8:-4], "little")
+    content[-8 - size : -8] = b"\xff" * size
+    path.write_bytes(content)
+    (document,) = check_places(open_source(str(path)))
+    assert document.fault.startswith("broken Parquet (") and document.name == "a.parquet"
+
+
+@pytest.mark.parametrize("reads", [1, 6])
+def test_a_network_that_fails_is_no_broken_parquet(tmp_path, monkeypatch, reads):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:9]}), path, row_group_size=1)
+
+    class Failing(io.BytesIO):
+        left = reads
+
+        def read(self, *size):
+            self.left -= 1
+            if self.left < 0:
+                raise TimeoutError("no answer")  # as fsspec does: an OSError without a number
+            return super().read(*size)
+
+    monkeypatch.setattr("meshwright.data.listing.LocalFolder.open", lambda *of: Failing(path.read_bytes()))
+    with pytest.raises(UserError, match=r"a.parquet: can't be read: no answer"):
+        list(open_source(str(path)).documents())
+
+
 @pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".xz"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
 def test_all_before_a_break_is_kept(tmp_path, kind, compression):
@@ -276,6 +308,7 @@ import sys
 import pyarrow.parquet, zstandard
 from meshwright.config import SourceKeys
 from meshwright.data.sources import open_source
+from meshwright.errors import UserError
 
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10

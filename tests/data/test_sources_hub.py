@@ -149,10 +149,11 @@ def test_a_dataset_of_the_hub_is_asked_for_by_its_parts(monkeypatch):
         "hf:a/b::validation": (None, None, "validation", True),
         "hf:a/b:data/rust:train": (None, "data/rust", "train", True),
         "hf:a/b::train[:5%]": (None, None, "train[:5%]", False),
+        "hf:a/b@v1.0:c": ("c", None, "train", True),
     }.items():
         assert texts(spec) == TEXTS
         expected = {"path": "a/b", "name": config, "data_dir": data_dir, "split": split, "streaming": streamed}
-        assert asked[-1] == expected
+        assert asked[-1] == {**expected, "revision": "v1.0" if "@" in spec else None}
 
 
 def test_the_fingerprint_of_a_dataset_of_the_hub_follows_its_revision(monkeypatch):

@@ -27,6 +27,9 @@ from meshwright.errors import UserError
 ROLE = re.compile(r"\w[\w.-]*")
 FAULT_CHARACTERS = 200
 
+# What a template that writes the date gets: a store must be the same whenever it is made.
+DATE = datetime(2025, 1, 1)
+
 
 class Turn(NamedTuple):
     """Part of a conversation's text."""
@@ -122,14 +125,12 @@ class JinjaTemplate:
     Arguments:
         text: Jinja source.
         tokenizer: names the special tokens.
-        now: what `strftime_now` formats.
     """
 
-    def __init__(self, text: str, tokenizer: Tokenizer, now: datetime) -> None:
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self._text = text
         self._special = find_special(tokenizer.special_tokens)
         self._variables = dict(tokenizer.template_variables)
-        self._now = now
 
     def turns(self, messages: list[dict[str, str]]) -> list[Turn]:
         hidden = _Hidden(messages, self._special, self._text)
@@ -177,7 +178,7 @@ class JinjaTemplate:
         variables = {
             "tools": None,
             "documents": None,
-            "strftime_now": self._now.strftime,
+            "strftime_now": DATE.strftime,
             **self._variables,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -222,13 +223,12 @@ class _Hidden:
         return [*pieces, (text[start:], True)]
 
 
-def make_template(chat: str, tokenizer: Tokenizer, now: datetime | None = None) -> Template:
+def make_template(chat: str, tokenizer: Tokenizer) -> Template:
     """Open what `data.chat` names.
 
     Arguments:
         chat: `chatml`, `tokenizer` (the template that came with the tokenizer), or the path of a Jinja template.
         tokenizer: makes tokens of the text.
-        now: the date for templates that write one; None: that of the call.
 
     Raises:
         UserError: there is no such template, Jinja can't parse it, or Jinja isn't installed.
@@ -260,7 +260,7 @@ def make_template(chat: str, tokenizer: Tokenizer, now: datetime | None = None) 
     except jinja2.TemplateSyntaxError as error:
         reason = " ".join(str(error.message).split())
         raise UserError(f"{key}: Jinja can't parse line {error.lineno} of the template ({reason}); mend it") from None
-    return Template(JinjaTemplate(text, tokenizer, now or datetime.now()), tokenizer)
+    return Template(JinjaTemplate(text, tokenizer), tokenizer)
 
 
 @lru_cache(maxsize=8)

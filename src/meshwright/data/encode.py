@@ -31,6 +31,7 @@ BORDERS = [re.compile(pattern) for pattern in (r"[^\W\d_] (?=[^\W\d_])", r"\S(?=
 
 # Left-out documents that a manifest names; the rest are counted.
 NAMED_FAULTS = 10
+NAMED_KINDS = 50
 
 Progress = Callable[[str, int, int | None, int, int], None]
 """Called with the stage, bytes done, bytes in all (None: not known), tokens and documents so far.
@@ -96,6 +97,8 @@ class LeftOut:
         Raises:
             UserError: under `stop`.
         """
+        # Names of files and of columns may hold what isn't UTF-8, and a manifest can't.
+        name, fault = (part.encode(errors="backslashreplace").decode() for part in (name, fault))
         if self.stop:
             raise UserError(
                 f"data.on_bad = 'stop': {name}: {fault}; mend it, or set data.on_bad = \"skip\" to leave it out"
@@ -104,6 +107,7 @@ class LeftOut:
         if len(self.examples) < NAMED_FAULTS:
             self.examples.append(f"{name}: {fault}")
         kind = re.split(r" \(|: ", fault)[0]
+        kind = kind if kind in self.kinds or len(self.kinds) < NAMED_KINDS else "of other kinds"
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def to_json(self) -> dict[str, Any]:
@@ -242,6 +246,8 @@ def checked(document: Document, normalize: str = "none") -> Document:
     if not document.text and not document.messages:
         return document._replace(fault="empty")
     texts = [document.text, *(message["content"] for message in document.messages)]
+    if any("\0" in text for text in texts):
+        return document._replace(text="", messages=(), fault="NUL byte")
     try:
         for text in texts:
             for start in range(0, len(text), PIECE_CHARACTERS):

@@ -87,15 +87,15 @@ class Stream:
 class Padded:
     """One document an example: cut after T + 1 tokens, or filled up with end of text, which has weight 0.
 
-    The document's own end of text counts. Documents of fewer than 2 tokens, end of text included, hold nothing to
-    learn and are left out.
+    The document's own end of text counts. Documents with nothing to learn are left out: those of fewer than 2 tokens,
+    end of text included, and conversations with no answer in their first T + 1.
 
     Arguments:
         split: the tokens and where documents end.
         sequence_length: T.
 
     Raises:
-        TooShort: the split has no document of 2 tokens.
+        TooShort: the split has no document with anything to learn.
     """
 
     def __init__(self, split: Split, sequence_length: int) -> None:
@@ -103,8 +103,10 @@ class Padded:
         self._length = sequence_length
         targets = np.diff(split.document_ends.astype(np.int64), prepend=0) - 1
         self._documents = np.flatnonzero(targets >= 1)
+        if split.is_weighted:
+            self._documents = self._documents[[self._teaches(document) for document in self._documents.tolist()]]
         self.left_out = split.document_count - len(self._documents)
-        """Documents of fewer than 2 tokens."""
+        """Documents with nothing to learn."""
         if not len(self._documents):
             raise _no_document(split)
         self.padding = 1 - float(np.minimum(targets[self._documents], sequence_length).mean()) / sequence_length
@@ -117,11 +119,18 @@ class Padded:
         tokens = np.full((len(indices), self._length + 1), self._split.end_of_text, np.int32)
         weights = np.zeros((len(indices), self._length), np.float32)
         for row, index in enumerate(indices):
-            start, length = self._split.document_range(int(self._documents[index]))
-            length = min(length, self._length + 1)
+            start, length = self._range(int(self._documents[index]))
             tokens[row, :length] = self._split.read(start, length)
             weights[row, : length - 1] = self._split.read_weights(start + 1, length - 1)
         return _batch(tokens, weights)
+
+    def _range(self, document: int) -> tuple[int, int]:
+        start, length = self._split.document_range(document)
+        return start, min(length, self._length + 1)
+
+    def _teaches(self, document: int) -> bool:
+        start, length = self._range(document)
+        return bool(self._split.read_weights(start + 1, length - 1).any())
 
 
 class Packed:
@@ -218,8 +227,8 @@ def _too_short(split: Split, sequence_length: int) -> TooShort:
 
 def _no_document(split: Split) -> TooShort:
     return TooShort(
-        f"data.{split.name}: the store's {split.name} split has no document of 2 tokens or more "
-        f"({split.document_count:,} documents); give it more text"
+        f"data.{split.name}: the store's {split.name} split has no document with anything to learn, at least 2 tokens "
+        f"({split.document_count:,} documents); give it more text, or raise train.sequence_length"
     )
 
 

@@ -29,6 +29,8 @@ class Dataset:
     """As in the run file."""
     path: str
     """The dataset's name on the hub, or a folder."""
+    revision: str
+    """A branch, tag or commit of the hub; empty: the newest."""
     config: str
     data_dir: str
     split: str
@@ -85,7 +87,8 @@ class Dataset:
         return [rows.skip(passed) if passed else rows]
 
     def _arguments(self) -> dict[str, Any]:
-        return {"path": self.path, "name": self.config or None, "data_dir": self.data_dir or None}
+        names = {"name": self.config, "data_dir": self.data_dir, "revision": self.revision}
+        return {"path": self.path, **{name: value or None for name, value in names.items()}}
 
     def _listing(self) -> str:
         listing, folder = hashlib.sha256(), LocalFolder(Path(self.path))
@@ -113,7 +116,8 @@ def open_dataset(spec: str, rules: Rules, key: str) -> Dataset:
     """A dataset by its spec.
 
     Arguments:
-        spec: `hf:<name or folder>[:config][:split]`; a config with a `/` in it is a folder of data within the dataset.
+        spec: `hf:<name or folder>[@revision][:config][:split]`; a config with a `/` in it is a folder of data within
+            the dataset.
         rules: how rows become documents.
         key: the run file's key, for error messages.
 
@@ -128,10 +132,13 @@ def open_dataset(spec: str, rules: Rules, key: str) -> Dataset:
         )
     optional("datasets", f"{key} = {spec!r}")
     config, split = [*others, "", ""][:2]
+    revision = ""
     if (folder := Path(path).expanduser()).is_dir():
         path = str(folder)
+    else:
+        path, _, revision = path.partition("@")
     data_dir = config if "/" in config else ""
-    return Dataset(spec, path, "" if data_dir else config, data_dir, split or "train", rules, key)
+    return Dataset(spec, path, revision, "" if data_dir else config, data_dir, split or "train", rules, key)
 
 
 def _saved(path: str) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,9 +114,7 @@ class _Making:
     ) -> None:
         state = partial.state if "splits" in partial.state else {}
         self.recipe, self.partial, self.tokenizer, self.data, self.progress = recipe, partial, tokenizer, data, progress
-        # A template may write the date, and work gone on with another day must write the same one.
-        self.now = datetime.fromisoformat(state["now"]) if state else datetime.now()
-        template = make_template(recipe.chat, tokenizer, self.now) if recipe.chat else None
+        template = make_template(recipe.chat, tokenizer) if recipe.chat else None
         self.task = Task(str(partial.folder / "tokenizer"), template, data.normalize)
         self.share = recipe.validation if isinstance(recipe.validation, float) else 0.0
         self.commits: int = state.get("commits", 0)
@@ -208,7 +205,6 @@ class _Making:
         self.partial.commit(
             {
                 "tokenizer": self.tokenizer.fingerprint,
-                "now": self.now.isoformat(),
                 "commits": self.commits,
                 "pass": self.number,
                 "mark": self.mark,

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -83,6 +84,16 @@ def ensure_packed(store: Store, split_name: str, sequence_length: int) -> Plan:
     folder = store.path / f"packed_{sequence_length}" / split_name
     if store.path.is_dir() and _made(folder, store, split, sequence_length):
         return _open(folder, store)
+    plans = _in_memory.setdefault(store, {})
+    if (split_name, sequence_length) not in plans:
+        plans[split_name, sequence_length] = _planned(split, sequence_length)
+    return plans[split_name, sequence_length]
+
+
+_in_memory: WeakKeyDictionary[Store, dict[tuple[str, int], Plan]] = WeakKeyDictionary()
+
+
+def _planned(split: Split, sequence_length: int) -> Plan:
     nothing = (np.empty(0, np.int64),) * 3
     windows = zip(nothing, *_windows(split, sequence_length), strict=True)
     starts, targets, sizes = (np.concatenate(column) for column in windows)

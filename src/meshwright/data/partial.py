@@ -90,6 +90,8 @@ def claim(path: Path, made_from: dict[str, Any], waiting: Callable[[], None]) ->
         Taken: something took the place meanwhile; it is left as it is.
         UserError: the folder can't be made there, isn't one of ours, or the disk is full.
     """
+    if path.is_symlink():  # a folder can't be renamed onto a link
+        path = Path(os.path.realpath(path))
     folder = path.with_name(f"{path.name}.partial")
     try:
         lock = _locked(path, folder, waiting)

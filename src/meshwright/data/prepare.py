@@ -87,6 +87,12 @@ class _Preparing:
             except Taken:
                 pass  # another process put it there, without our lock
         store = _open_own(recipe)
+        if self.run.data.on_bad == "stop" and store.manifest["left_out"]["documents"]:
+            raise UserError(
+                f"data.on_bad = 'stop': the store at {recipe.path} was made with \"skip\", and left out "
+                f"{store.manifest['left_out']['examples'][0]}, among others; remove the store to have it made anew, or "
+                'set data.on_bad = "skip"'
+            )
         if made and (left_out := _left_out(recipe, store)):
             self.note(left_out)
         return store

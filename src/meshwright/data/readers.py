@@ -272,7 +272,7 @@ def _read_parquet(opened: Input, rules: Rules, after: int) -> Iterator[Item]:
                 fault = rules.missing(file.schema_arrow.names)
     except Broken as broken:
         fault = f"{broken} (Parquet can only be read whole)"
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, OSError) as error:
         fault = _broken_parquet(error)
     if fault and after < 0:
         yield Item(0, fault=fault)
@@ -298,13 +298,15 @@ def _read_groups(file: Any, columns: list[str], opened: Input, rules: Rules, aft
                 number += batch.num_rows
                 opened.on_read(opened.size * (number - 1) // file.metadata.num_rows)
         except (arrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno:
-                raise  # of the disk or the network, not of the content
+            fault = _broken_parquet(error)
             if number > after:
-                yield Item(number, fault=_broken_parquet(error))
+                yield Item(number, fault=fault)
 
 
 def _broken_parquet(error: Exception) -> str:
+    # Of the content, the library says a bare OSError; others are of the disk or the network.
+    if isinstance(error, OSError) and (error.errno or type(error) is not OSError):
+        raise error
     return f"broken Parquet ({(str(error).splitlines() or [''])[0]})"
 
 

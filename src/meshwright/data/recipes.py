@@ -1,6 +1,7 @@
 """What the stores of a run are to be made from, before anything is read."""
 
 import hashlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from meshwright.config import DataSection, MixedSource, Run, TokenizerSection
 from meshwright.data.chat import make_template
 from meshwright.data.documents import Source
 from meshwright.data.make import Recipe
+from meshwright.data.mixing import stages_of
 from meshwright.data.partial import identity
 from meshwright.data.sources import open_source
 from meshwright.data.store import Store, open_nanogpt
@@ -36,7 +38,8 @@ def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = N
         tokenizer: what encodes, in place of `tokenizer.kind`.
 
     Raises:
-        UserError: a source or the tokenizer can't be had, or a store that lies ready has another tokenizer.
+        UserError: a source or the tokenizer can't be had, a store that lies ready has another tokenizer, or the
+            weights can't be used.
     """
     listed = run.data.sources
     if source is not None:
@@ -46,6 +49,7 @@ def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = N
     else:
         names = names_of([one.source for one in listed])
         weights = [[(0, one.weight), *((later.step, later.weight) for later in one.later)] for one in listed]
+        stages_of(weights)  # refuses those that can't be used, before any work
         found, keys = [_open(run, one) for one in listed], [*listed]
     ready = [one for one in found if isinstance(one, Store)]
     if tokenizer is None and len(ready) < len(found):
@@ -179,6 +183,6 @@ def names_of(specs: list[str]) -> list[str]:
     for spec in specs:
         parts = [part for part in spec.split("/") if part.strip(".") and not any(sign in part for sign in "*?[")]
         short = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1] if parts else "")[:40].strip("-.") or "source"
-        taken = [name for name in names if name == short or re.fullmatch(re.escape(short) + r"-\d+", name)]
-        names.append(f"{short}-{len(taken) + 1}" if taken else short)
+        numbered = (f"{short}-{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([short], numbered) if name not in names))
     return names

@@ -1,0 +1,76 @@
+"""A Ray cluster to work on: the one that is there, or one of this machine for as long as it is needed."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from meshwright.errors import UserError
+
+_REACH_SECONDS = 10.0
+
+
+@contextmanager
+def ray_cluster(address: str, key: str) -> Iterator[Any]:
+    """Be connected to a cluster; a connection that is there already is used, and kept.
+
+    Arguments:
+        address: as `launch.address`; empty: `RAY_ADDRESS`, and without that a cluster of this machine, which is started
+            and stopped here.
+        key: the run file's key and value that ask for Ray, for error messages.
+
+    Returns:
+        The module `ray`.
+
+    Raises:
+        UserError: Ray isn't installed, or nothing answers at the address.
+    """
+    try:
+        import ray
+        import ray.data
+    except ModuleNotFoundError as error:
+        raise UserError(f"{key}: needs {error.name}; pip install 'meshwright[ray]'") from None
+    # Its failures come here as exceptions.
+    for handler in logging.getLogger("ray.data").handlers:
+        if handler.get_name() == "console":
+            handler.setLevel(logging.CRITICAL)
+    if ray.is_initialized():
+        yield ray
+        return
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        _connect(ray, address or os.environ.get("RAY_ADDRESS", ""))
+        yield ray
+    finally:
+        ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray sets its own
+
+
+def _connect(ray: Any, address: str) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    if address in ("", "local"):
+        # No word to Ray's makers of what a user trains on.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", include_dashboard=False, **quiet)
+        return
+    try:
+        _reach(address)
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"launch.address = {address!r}: no Ray cluster answers there ({why}); give the address that `ray start "
+            "--head` shows, or leave out the key (and RAY_ADDRESS) for one on this machine"
+        ) from None
+
+
+def _reach(address: str) -> None:
+    # Where nothing listens, Ray would try for minutes.
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
