@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.files import sync
+from meshwright.models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
 _SMALL = 64 * 2**20  # bytes up to which a file's content is checked, not its size alone
@@ -156,6 +157,10 @@ class Checkpoints:
                 shutil.rmtree(partial)
 
 
+# What a checkpoint says nothing of, since it was made before the key was there.
+_ADDED_LATER = {f"model.{key}": field.default for key, field in ModelSpec.model_fields.items()}
+
+
 def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str) -> None:
     """Refuse a checkpoint of another run.
 
@@ -167,7 +172,7 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str
     Raises:
         UserError: something differs; a line for each thing.
     """
-    theirs = checkpoint.manifest["identity"]
+    theirs = {**_ADDED_LATER, **checkpoint.manifest["identity"]}
     differing = [
         f"  {key} = {identity[key]!r}; the checkpoint was made with {theirs.get(key)!r}"
         for key in sorted(identity)
