@@ -222,11 +222,13 @@ class TrainedRun:
         Raises:
             UserError: the checkpoint is damaged, or holds another model.
         """
-        engine = _make_engine(self.run, self.run.model.spec, model=self._model, training=False)
+        base = self.checkpoint.manifest.get("base", "random")
+        run = self.run.model_copy(update={"model": self.run.model.model_copy(update={"init": base})})
+        engine = _make_engine(run, run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():
             raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another checkpoint")
-        model = {**trainer.run_identity(self.run, self.run.model.spec), "model": engine.identity["model"]}
-        model = {key: value for key, value in model.items() if key.startswith("model")}
+        model = {**trainer.run_identity(self.run, self.run.model.spec), **engine.identity}
+        model = {key: value for key, value in model.items() if key.startswith(("model", "lora"))}
         check_identity(self.checkpoint, model, "Open the run with the model that it was trained with.")
         try:
             engine.restore(self.checkpoint.folder)
@@ -298,20 +300,30 @@ class TrainedRun:
             ]
         yield [decoder.flush() for decoder in decoders]
 
-    def export(self, out: str | Path, *, dtype: str = "float32", shard_bytes: int | None = None) -> "Export":
+    def export(
+        self,
+        out: str | Path,
+        *,
+        dtype: str = "float32",
+        shard_bytes: int | None = None,
+        adapter: bool = False,
+    ) -> "Export":
         """Write the model for Hugging Face's libraries, and prove that what was written is the run's model.
 
         Arguments:
             out: the folder to make.
             dtype: of the tensors: `float32` or `bfloat16`.
             shard_bytes: the most bytes of tensors in one file; None: 5 GB.
+            adapter: whether to write a run's adapters alone, in float32, for the library `peft`; else they are merged.
 
         Raises:
             UserError: the folder isn't empty, the model has no such form, or the proof failed.
         """
         from meshwright.hub.real_tokens import real_tokens
-        from meshwright.hub.write import SHARD_BYTES, Trained, export
+        from meshwright.hub.write import SHARD_BYTES, Trained, export, export_adapter
 
+        if adapter and dtype != "float32":
+            raise UserError(f"dtype = {dtype!r}: adapters are written in float32; leave it out")
         step = self.checkpoint.step
         losses: dict[str, float] = {}
         for record in read_metrics(self.files.metrics):
@@ -319,6 +331,8 @@ class TrainedRun:
                 losses |= {key: record[key] for key in ("loss", "val_loss", "val_bits_per_byte") if key in record}
         trained = Trained(self.run, self.engine, self.tokenizer, self.checkpoint.manifest, losses)
         tokens_BT = real_tokens(self.run, self.tokenizer)
+        if adapter:
+            return export_adapter(Path(out), trained, tokens_BT)
         return export(Path(out), trained, tokens_BT, dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES)
 
     def report(self) -> Path:

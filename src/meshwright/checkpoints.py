@@ -158,7 +158,7 @@ class Checkpoints:
 
 
 # What a checkpoint says nothing of, since it was made before the key was there.
-_ADDED_LATER = {f"model.{key}": field.default for key, field in ModelSpec.model_fields.items()}
+_ADDED_LATER = {f"model.{key}": field.default for key, field in ModelSpec.model_fields.items()} | {"lora.rank": 0}
 
 
 def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str) -> None:

@@ -210,8 +210,9 @@ def generate(
     metavar="GB",
     help="The most gigabytes of tensors in a file.",
 )
+@click.option("--adapter", is_flag=True, help="Of a LoRA run: the adapters alone, for peft.  [default: merged]")
 @CHECKPOINT
-def export(run_dir: str, out: str, dtype: str, shard_size: float, checkpoint: str) -> None:
+def export(run_dir: str, out: str, dtype: str, shard_size: float, adapter: bool, checkpoint: str) -> None:
     """Write the model as a Hugging Face checkpoint, and prove that it is the run's.
 
     What was written is opened again, and its logits on real tokens are compared with the run's own; with transformers
@@ -223,7 +224,8 @@ def export(run_dir: str, out: str, dtype: str, shard_size: float, checkpoint: st
     """
     from meshwright.api import open_run
 
-    done = open_run(run_dir, checkpoint=checkpoint).export(out, dtype=dtype, shard_bytes=int(shard_size * 1e9))
+    trained = open_run(run_dir, checkpoint=checkpoint)
+    done = trained.export(out, dtype=dtype, shard_bytes=int(shard_size * 1e9), adapter=adapter)
     for line in done.proof:
         click.echo(line)
     click.echo(f"exported to {done.path}: {', '.join(done.files)} ({done.bytes:,} bytes)")

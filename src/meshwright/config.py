@@ -188,6 +188,24 @@ class ModelSection(ModelSpec):
         return ModelSpec(**self.model_dump(exclude={"preset", "init"}))
 
 
+class LoraSection(Section):
+    """Fine-tuning of low-rank adapters alone (LoRA), beside parameters that stay as `model.init` gives them."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0: none, all parameters are trained."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter gives is multiplied by `alpha / rank`."""
+    targets: Annotated[list[str], Field(min_length=1)] = ["all-linear"]
+    """The maps that get one, by the ends of their names in the checkpoint, such as `q_proj` or `mlp.*_proj`."""
+    rslora: bool = False
+    """Whether to multiply by `alpha / sqrt(rank)` instead (rsLoRA)."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter gives is multiplied by this; there must be some."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
 class MeshSection(Section):
     """How devices are laid out."""
 
@@ -313,6 +331,7 @@ class Run(Section):
     data: DataSection
     tokenizer: TokenizerSection = TokenizerSection()
     model: ModelSection
+    lora: LoraSection = LoraSection()
     mesh: MeshSection = MeshSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -357,6 +376,11 @@ class Run(Section):
             raise ValueError(
                 f"schedule.decay_steps = {self.schedule.decay_steps} must not exceed the {after_warmup} steps after "
                 "the warm-up; shorten the decay"
+            )
+        if self.lora.rank and self.model.init == "random":
+            raise ValueError(
+                f"lora.rank = {self.lora.rank}: adapters are added to trained parameters; name a checkpoint as "
+                "model.init, or leave [lora] out"
             )
         self._check_mesh()
         self._check_stream()

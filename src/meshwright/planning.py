@@ -27,6 +27,7 @@ from meshwright.engines.jax.pipeline import bubble
 from meshwright.engines.jax.program import Program, compute_dtype
 from meshwright.engines.jax.rules import ACTIVATIONS, PARAMETERS
 from meshwright.engines.jax.state import StatePlan, plan_state
+from meshwright.engines.jax.trained import model_of
 from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.spec import ModelSpec
 from meshwright.track.text import short
@@ -67,14 +68,19 @@ class Plan:
         return self.run.train.batch_size * self.run.train.sequence_length
 
     @property
+    def adapters(self) -> int:
+        """Parameters of adapters."""
+        return self.state.trained_parameters if self.run.lora.rank else 0
+
+    @property
     def flops_per_token(self) -> int:
         """See `meshwright.engines.jax.estimate.flops_per_token`."""
-        return flops_per_token(self.spec, self.run.train.sequence_length)
+        return flops_per_token(self.spec, self.run.train.sequence_length, self.adapters)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The whole state."""
-        return bytes_of(self.state.shapes)
+        """The state without parameters that aren't trained."""
+        return bytes_of(self.state.shapes._replace(params=self.state.trained.of(self.state.shapes.params)))
 
     @property
     def bubble(self) -> float:
@@ -111,7 +117,8 @@ def make_plan(run: Run, *, devices: int | None = None, compiled: bool = True) ->
     here = jax.device_count()
     devices = devices or _devices_of(run, here)
     mesh, dtype = abstract_mesh(run, spec, devices), compute_dtype(run)
-    state = plan_state(Decoder, spec, run, mesh, make_optimizer(run))
+    model, adapters = model_of(run, Decoder), run.lora.rank > 0
+    state = plan_state(model, spec, run, mesh, make_optimizer(run), adapters=adapters)
     missing = "left out, as asked" if not compiled else ""
     if devices != here:
         missing = f"not available: the run has {devices} devices, here there {'is' if here == 1 else 'are'} {here}"
@@ -196,9 +203,12 @@ def _model(plan: Plan) -> Rows:
     rows = [("parameters", f"{plan.state.parameters:,}; {plan.parameters_per_device:,} on each device")]
     if spec.experts:
         rows.append(("active", f"{active_parameter_count(spec):,} for each token"))
+    if plan.adapters:
+        rows.append(("trained", f"{plan.adapters:,} more, of adapters of rank {plan.run.lora.rank}"))
     width = f"({' + '.join(map(str, head_widths(spec)))}) / 2"
+    times, adapters = (4, f"6 x {plan.adapters:,} of adapters + ") if plan.adapters else (6, "")
     formula = (
-        f"6 x {multiplied_parameters(spec):,} parameters + "
+        f"{times} x {multiplied_parameters(spec):,} parameters + {adapters}"
         f"12 x {spec.layers} layers x {spec.heads} heads x {width} x {length} tokens"
     )
     return [

@@ -85,7 +85,8 @@ def train(
         eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
         checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
         checkpoints.sweep()
-        engine = make_engine(_with_start(run, corpus, checkpoints, trackers.note, group), spec)
+        started_as = _with_start(run, corpus, checkpoints, trackers.note, group)
+        engine = make_engine(started_as, spec)
         identity = partial(_identity, run, spec, corpus, engine)
         resumed = resume(engine, checkpoints, identity, trackers.note, group)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
@@ -117,6 +118,7 @@ def train(
                     if saving and engine.is_finite():
                         manifest = _manifest(run, engine, step, recorder.tokens, evaluation)
                         manifest |= {"batch_sizes": batch_sizes, "identity": identity(step)}
+                        manifest |= {"base": started_as.model.init} if run.lora.rank else {}
                         checkpoints.save(engine.save, manifest)
                     elif saving:
                         raise _not_finite(recorder, checkpoints)
@@ -162,11 +164,11 @@ def resolve_spec(run: Run, corpus: Corpus) -> ModelSpec:
 
 
 def _with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Run:
-    """The run, with `model.init` as the engine is to start: `random` where a checkpoint of its own is gone on from, and
-    of another run's directory the folder of its newest sound checkpoint."""
+    """The run, with `model.init` as the engine is to start: `random` where a checkpoint of its own is gone on from, but
+    under LoRA what that one is based on; and of another run's directory the folder of its newest sound checkpoint."""
     init = run.model.init
-    if checkpoints.committed():
-        init = "random"
+    if own := checkpoints.committed():
+        init = own[-1].manifest.get("base", "random")
     elif init != "random" and not init.startswith("hf:"):
         theirs = Checkpoints(RunDirectory(Path(init)).checkpoints, 1, commits=False)
         found = next(_sound_for_all(theirs, note, group), None)
@@ -178,7 +180,9 @@ def _with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callab
             {key: data_identity(corpus)[key]},
             f"Take its tokenizer: leave [tokenizer] out, or set tokenizer.kind = 'hf:{init}/tokenizer'.",
         )
-        init = str(found.folder)
+        init = str(found.folder.absolute())
+    elif run.lora.rank and (folder := Path(init.removeprefix("hf:")).expanduser()).is_dir():
+        init = f"hf:{folder.absolute()}"  # it is needed again, maybe from elsewhere
     return run.model_copy(update={"model": run.model.model_copy(update={"init": init})})
 
 
@@ -196,6 +200,11 @@ def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
         "engine": run.engine,
         "seed": run.seed,
         **{f"model.{key}": value for key, value in spec.model_dump().items()},
+        **(
+            {f"lora.{key}": value for key, value in run.lora.model_dump().items()}
+            if run.lora.rank
+            else {"lora.rank": 0}
+        ),
         "data.packing": run.data.packing,
         **({"data.document_mask": run.data.document_mask} if run.data.packing == "packed" else {}),
         "train.sequence_length": run.train.sequence_length,
@@ -350,8 +359,10 @@ def _header(run: Run, engine: Engine, corpus: Corpus, data: Batches) -> dict[str
     t, packing = run.train, run.data.packing
     amount = "tokens made on the way" if run.data.stream else f"{corpus.train_tokens:,} tokens"
     active = f", {engine.active_parameters:,} active" if engine.active_parameters < engine.parameters else ""
+    share = engine.trained_parameters / engine.parameters
+    adapters = f"; LoRA trains {engine.trained_parameters:,} more ({share:.2%})" if run.lora.rank else ""
     return {
-        "model": f"{run.model.preset or run.model.init}, {engine.parameters:,} parameters{active}",
+        "model": f"{run.model.preset or run.model.init}, {engine.parameters:,} parameters{active}{adapters}",
         "engine": f"{run.engine} on {engine.description}",
         "data": f"{_sources(run, corpus)}: {amount}, vocabulary {corpus.vocab_size:,}",
         **({} if packing == "stream" else {"packing": f"{packing}, {data.padding:.2%} of places are padding"}),
@@ -374,6 +385,7 @@ def _manifest(run: Run, engine: Engine, step: int, tokens: int, evaluation: dict
         "engine": run.engine,
         "mesh": run.mesh.model_dump(),
         "parameters": engine.parameters,
+        "trained_parameters": engine.trained_parameters,
         "val_loss": evaluation["val_loss"] if evaluation.get("step") == step and _is_finite(evaluation) else None,
     }
 

@@ -2,11 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import run_values
 
 from meshwright.config import make_run
 from meshwright.engines.base import Sampling
-from meshwright.engines.jax.decode import sample
+from meshwright.engines.jax.decode import bucket, prepared_model, sample, way_of
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.errors import UserError
 
@@ -35,8 +36,6 @@ def generate(engine, prompts, count, sampling=GREEDY, stop=-1):
 
 def recomputed(engine, prompt, count):
     """Greedy continuation from the whole text each time, without a cache."""
-    from flax import nnx
-
     logits = jax.jit(lambda params, text: nnx.merge(engine._program.state.graph, params)(text[None])[0])
     text = np.zeros(64, np.int32)  # what comes after a position doesn't reach it, so zeros will do
     text[: len(prompt)] = prompt
@@ -53,6 +52,32 @@ def test_equals_recomputing_without_a_cache(engine):
         assert row == generate(engine, [prompt], 12)[0]
     assert len({tuple(row) for row in together}) == 3
     assert len(set(together[0])) > 1
+
+
+def test_a_text_of_many_calls_equals_recomputing(engine):
+    assert generate(engine, [[9, 7]], 50)[0] == recomputed(engine, [9, 7], 50)
+
+
+def test_nothing_is_compiled_twice_and_the_cache_is_one(engine):
+    warm = Sampling(0.7, top_k=9, seed=1)
+    first = generate(engine, [[1, 2, 3], [9]], 20, warm)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.extend([name] if "backend_compile" in name else [])
+    )
+    try:
+        assert generate(engine, [[1, 2, 3], [9]], 20, warm) == first
+        generate(engine, [[4] * 30, [5] * 2], 7, Sampling(1, top_p=0.9, seed=8), stop=3)
+        assert compiled == []
+        jax.jit(lambda x: x + 17)(1)
+        assert compiled  # so they would have been noticed
+    finally:
+        jax.monitoring.clear_event_listeners()
+    generator, tokens_BP = engine._generator, np.ones((2, 64), np.int32)
+    prepared, lengths_B, ended_B = generator._prepare(engine._state.params), np.full(2, 3), np.zeros(2, bool)
+    _, rows = generator._prefill(prepared, tokens_BP, lengths_B, ended_B, -1, warm, 64, way_of(warm))
+    generator._go_on(prepared, rows, lengths_B, 4, -1, warm, way_of(warm))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(rows.cache_L))  # written where it lay
 
 
 def test_stops_at_the_stop_token_row_by_row(engine):
@@ -88,9 +113,35 @@ def test_must_fit_the_context(engine):
         generate(engine, [[]], 5)
 
 
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "gemma2-tiny", "deepseek-tiny"])
+def test_kernels_rounded_before_give_the_same_scores(preset):
+    model = {"preset": preset, "vocab_size": VOCAB, "dropout": 0.0, "kv_heads": 2}
+    run = make_run(run_values("x", model=model, train={"compute_dtype": "bfloat16"}))
+    made = JaxEngine(run, run.model.spec)
+    program, tokens_BT = made._program, np.arange(32, dtype=np.int32).reshape(2, 16)
+    prepared = made._generator._prepare(made._state.params)
+
+    def scores(model):
+        cache = model.empty_cache(2, 16, program.dtype)
+        return model.logits(model.decode(tokens_BT, tokens_BT % 16, cache, dtype=program.dtype)[0])
+
+    before = jax.jit(lambda prepared: scores(prepared_model(program, prepared)))(prepared)
+    at_use = jax.jit(lambda params: scores(nnx.merge(program.state.graph, params)))(made._state.params)
+    np.testing.assert_array_equal(before.astype(np.float32), at_use.astype(np.float32))
+    attention = prepared.params["blocks"][0]["attention"]
+    assert attention["out"]["kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("length", "room"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (192, 192), (193, 256), (700, 700)]
+)
+def test_lengths_are_rounded_up_to_few(length, room):
+    assert bucket(length, 700) == room
+
+
 def drawn(logits, sampling, count=4000):
     logits_BV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
-    chosen = np.asarray(sample(logits_BV, jnp.zeros(count, jnp.int32), sampling))
+    chosen = np.asarray(sample(logits_BV, jnp.zeros(count, jnp.int32), sampling, way_of(sampling)))
     return np.bincount(chosen, minlength=len(logits)) / count
 
 

@@ -30,13 +30,15 @@ def test_the_architecture_and_the_tokenizer_come_from_the_checkpoint(glass):
 
 def test_the_run_files_of_the_docs_are_whole(glass, tmp_path):
     page = (Path(__file__).parents[2] / "docs/hugging-face.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"(?s)```toml\n(.*?)```", page)
+    first, second, third = re.findall(r"(?s)```toml\n(.*?)```", page)
     from_hub = tomllib.loads(first.replace("hf:models/SmolLM2-135M", f"hf:{glass}"))
     run = mw.make_run(from_hub)
     assert run.model.layers == 4
     (tmp_path / "run.toml").write_text(run.to_toml())
     run = mw.make_run({**from_hub, **tomllib.loads(second.replace("runs/base", str(tmp_path)))})
     assert (run.model.init, run.model.layers) == (str(tmp_path), 4)
+    run = mw.make_run({**from_hub, **tomllib.loads(third)})
+    assert (run.lora.rank, run.lora.scale) == (16, 2.0)
 
 
 def test_keys_that_no_parameter_depends_on_may_be_changed(glass):

@@ -33,6 +33,8 @@ class Engine(Protocol):
     """How many parameters the model has."""
     active_parameters: int
     """How many of them take part in the computation of one token: fewer where there are experts."""
+    trained_parameters: int
+    """How many are trained: all of them, or those of adapters, which `parameters` doesn't count."""
     description: str
     """The devices and types in a few words, for people."""
     identity: dict[str, str]
@@ -94,7 +96,14 @@ class Engine(Protocol):
         ...
 
     def on_host(self) -> Parameters:
-        """The parameters as an evaluation uses them, gathered one slice at a time; needs all devices in one process."""
+        """The parameters as an evaluation uses them, gathered one slice at a time; needs all devices in one process.
+
+        Adapters are added to the parameters that they belong to.
+        """
+        ...
+
+    def adapters_on_host(self) -> Parameters:
+        """The same with the adapters as parameters of their own."""
         ...
 
     def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:

@@ -6,8 +6,8 @@ from meshwright.config import Run
 
 _TEXT = """\
 ---
-library_name: transformers
-pipeline_tag: text-generation
+library_name: {library}
+{about_base}pipeline_tag: text-generation
 tags:
 - meshwright
 ---
@@ -51,6 +51,8 @@ def model_card(
     manifest: dict[str, Any],
     losses: dict[str, float],
     proof: list[str],
+    adapters: dict[str, str],
+    adapters_of: str = "",
 ) -> str:
     """The text of `README.md`.
 
@@ -61,6 +63,8 @@ def model_card(
         manifest: of the checkpoint that was exported.
         losses: the last ones known at its step: `loss`, `val_loss`, `val_bits_per_byte`.
         proof: what was compared, in lines.
+        adapters: rows on what was trained, where that was adapters alone.
+        adapters_of: the checkpoint that they belong to, where they are written alone; else empty.
     """
     identity, started = manifest.get("identity", {}), run.model.init
     sources = ", ".join(f"`{one.source}`" for one in run.data.sources)
@@ -71,13 +75,18 @@ def model_card(
         "architecture": f"{run.model.family}: {run.model.layers} layers of width {run.model.width}, "
         f"context of {run.model.context_length:,} tokens, vocabulary of {run.model.vocab_size:,}",
         "trained for": f"{manifest['step']:,} steps, {manifest.get('tokens', 0):,} tokens{start}",
+        **adapters,
         **{_LOSSES[key]: f"{losses[key]:.4f}" for key in _LOSSES if losses.get(key) is not None},
         "data": f"{sources}; fingerprint `{identity.get('data (fingerprint)', 'unknown')}`",
         "tokenizer": f"`{run.tokenizer.kind}`; fingerprint `{identity.get('tokenizer (fingerprint)', 'unknown')}`",
     }
     return _TEXT.format(
         name=run.name,
-        summary=f"A language model of {parameters:,} parameters, trained with Meshwright.",
+        library="peft" if adapters_of else "transformers",
+        about_base=f"base_model: {adapters_of}\n" if adapters_of else "",
+        summary=f"Adapters of `{adapters_of}`, trained with Meshwright."
+        if adapters_of
+        else f"A language model of {parameters:,} parameters, trained with Meshwright.",
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
         base="that of the model it started from, " if started != "random" else "",
         proof="\n".join(f"- {line}" for line in proof),

@@ -78,15 +78,15 @@ def prove(
     ours = run_logits(tokens_BT)
     tolerance = TOLERANCE
     if rounded_logits is not None:
-        tolerance += ROUNDINGS * _difference(rounded_logits(tokens_BT), ours)
+        tolerance += ROUNDINGS * difference(rounded_logits(tokens_BT), ours)
     proof = Proof(tokens_BT.size, tolerance)
     reread = reread_logits(tokens_BT)
-    proof.differences["the run's model and what was written, read again"] = _difference(ours, reread)
+    proof.differences["the run's model and what was written, read again"] = difference(ours, reread)
     if not (version := transformers_version()):
         proof.missing = _MISSING
         return proof
     theirs = transformers_logits(folder, tokens_BT)
-    proof.differences[f"the run's model and transformers {version}"] = _difference(ours, theirs)
+    proof.differences[f"the run's model and transformers {version}"] = difference(ours, theirs)
     return proof
 
 
@@ -118,7 +118,12 @@ def compare_tensors(checkpoint: Checkpoint, parameters: Parameters, rules: list[
     return len(tensors)
 
 
-def _difference(a: np.ndarray, b: np.ndarray) -> float:
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest of two models' logits.
+
+    Raises:
+        UserError: they aren't of one shape.
+    """
     if a.shape != b.shape:
         raise UserError(f"logits of shape {a.shape} and {b.shape}: the vocabularies differ")
     return float(np.abs(a.astype(np.float64) - b).max())

@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine
 from meshwright.errors import UserError
 from meshwright.files import sync
+from meshwright.hub.adapter import about, base_name, prove_adapter, write_adapter
 from meshwright.hub.card import model_card
 from meshwright.hub.export import TYPES, write_model
 from meshwright.hub.proof import Proof, compare_tensors, prove
-from meshwright.hub.reader import Checkpoint
+from meshwright.hub.reader import Checkpoint, open_checkpoint
 from meshwright.hub.tokenizer_files import HARD_TEXTS, token_ids, write_tokenizer
 from meshwright.models.hf import weights
 
@@ -67,27 +69,75 @@ def export(
     """
     if dtype not in TYPES:
         raise UserError(f"dtype = {dtype!r}: must be one of {', '.join(TYPES)}")
+
+    def write(folder: Path) -> tuple[list[str], str]:
+        spec, parameters = trained.run.model.spec, trained.engine.on_host()
+        write_tokenizer(folder, trained.tokenizer, spec.context_length)
+        ids = token_ids(trained.tokenizer)
+        write_model(folder, spec, parameters, dtype=dtype, shard_bytes=shard_bytes, tokens=ids)
+        proof, failure = _proven(folder, trained, tokens_BT, dtype)
+        _write_card(folder, trained, dtype, proof)
+        return proof, failure
+
+    return _made(out, write)
+
+
+def export_adapter(out: Path, trained: Trained, tokens_BT: np.ndarray) -> Export:
+    """Write the adapters of a run for the library `peft`, and prove that with their base they are the run's model.
+
+    Arguments:
+        out, trained, tokens_BT: as in `export`.
+
+    Raises:
+        UserError: the run has no adapters, their base is a run, the folder isn't empty, or the proof failed.
+    """
+    run, engine = trained.run, trained.engine
+    if not run.lora.rank:
+        raise UserError("adapter: the run has none (lora.rank = 0); export the whole model")
+    name, parameters = base_name(trained.manifest["base"]), engine.adapters_on_host()
+
+    def write(folder: Path) -> tuple[list[str], str]:
+        write_adapter(folder, run.model.spec, run.lora, parameters, name)
+        write_tokenizer(folder, trained.tokenizer, run.model.context_length)
+        base = open_checkpoint(trained.manifest["base"]).folder
+        try:
+            proof = prove_adapter(
+                folder,
+                run.model.spec,
+                run.lora,
+                parameters,
+                base=base,
+                tokens_BT=tokens_BT,
+                run_logits=engine.logits,
+            )
+        except UserError as error:
+            lines, failure = [], str(error)
+        else:
+            lines, failure = [_TENSORS_OF_ADAPTERS, *proof.lines()], proof.failure
+        _write_card(folder, trained, "float32", lines, adapters_of=name)
+        return lines, failure
+
+    return _made(out, write)
+
+
+_TENSORS_OF_ADAPTERS = "tensors read again from disk: each pair makes what the run's adapter adds"
+
+
+def _made(out: Path, write: Callable[[Path], tuple[list[str], str]]) -> Export:
+    """A folder that is written beside, and gets its name when it is proven.
+
+    Arguments:
+        out: the folder to make.
+        write: given an empty folder, writes all that is to be in it; gives what was compared, in lines, and why it
+            isn't the run's model, empty where it is.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; nothing is overwritten: name a folder that isn't there, or is empty")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     folder.mkdir()
     try:
-        spec, parameters = trained.run.model.spec, trained.engine.on_host()
-        write_tokenizer(folder, trained.tokenizer, spec.context_length)
-        ids = token_ids(trained.tokenizer)
-        write_model(folder, spec, parameters, dtype=dtype, shard_bytes=shard_bytes, tokens=ids)
-        proof, failure = _proven(folder, trained, tokens_BT, dtype)
-        text = model_card(
-            trained.run,
-            parameters=trained.engine.parameters,
-            active_parameters=trained.engine.active_parameters,
-            dtype=dtype,
-            manifest=trained.manifest,
-            losses=trained.losses,
-            proof=proof,
-        )
-        (folder / "README.md").write_text(text, encoding="utf-8")
+        proof, failure = write(folder)
         if failure:
             raise _failed(folder, out, failure)
         for path in folder.iterdir():
@@ -100,6 +150,23 @@ def export(
     sync(out.parent)
     files = sorted(path.name for path in out.iterdir())
     return Export(out, files, sum((out / name).stat().st_size for name in files), proof)
+
+
+def _write_card(folder: Path, trained: Trained, dtype: str, proof: list[str], adapters_of: str = "") -> None:
+    run, engine = trained.run, trained.engine
+    rows = about(run.lora, run.model.spec, engine.trained_parameters) if run.lora.rank else {}
+    text = model_card(
+        run,
+        parameters=engine.parameters,
+        active_parameters=engine.active_parameters,
+        dtype=dtype,
+        manifest=trained.manifest,
+        losses=trained.losses,
+        proof=proof,
+        adapters=rows,
+        adapters_of=adapters_of,
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _proven(folder: Path, trained: Trained, tokens_BT: np.ndarray, dtype: str) -> tuple[list[str], str]:

@@ -139,7 +139,7 @@ class LatentAttention(nnx.Module):
         return Scoring(rope.latent_scale(self.spec))
 
     def _kernel_of_heads(self, linear: Linear, dtype: jnp.dtype) -> jax.Array:
-        kernel = linear.kernel[...].astype(dtype)
+        kernel = linear.whole_kernel().astype(dtype)
         return kernel.reshape(len(kernel), self.spec.heads, -1)
 
     @staticmethod

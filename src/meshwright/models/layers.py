@@ -12,8 +12,28 @@ from meshwright.models import gradients
 from meshwright.models.layout import layout
 
 
+class LowRank(nnx.Module):
+    """What is added to a linear map of which only this is trained: `x @ a @ b * scale` (LoRA; Hu et al., 2021).
+
+    Arguments:
+        a, b: `[fan_in, rank]` and `[rank, fan_out]`.
+        scale: a number.
+    """
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, scale: float):
+        self.a, self.b, self.scale = a, b, scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        inner = checkpoint_name(gradients.linear(x, self.a[...]), "product")
+        return self.scale * gradients.linear(inner, self.b[...])
+
+    def kernel(self) -> jax.Array:
+        """The kernel of the same map."""
+        return self.scale * (self.a[...] @ self.b[...])
+
+
 class Linear(nnx.Module):
-    """`y = x @ kernel + bias`.
+    """`y = x @ kernel + bias`, and what `lora` adds where there is one.
 
     Arguments:
         fan_in, fan_out: widths of input and output.
@@ -21,6 +41,8 @@ class Linear(nnx.Module):
         bias: whether to add one; it starts at zero.
         std: standard deviation of the normal distribution that the kernel starts from.
     """
+
+    lora: LowRank | None = None
 
     def __init__(
         self, fan_in: int, fan_out: int, axes: tuple[str | None, str | None], *, bias: bool, std: float, rngs: nnx.Rngs
@@ -30,6 +52,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]
+
+    def whole_kernel(self) -> jax.Array:
+        """The kernel of all that the map does, `[fan_in, fan_out]`."""
+        return self.kernel[...] if self.lora is None else self.kernel[...] + self.lora.kernel()
 
 
 def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
@@ -53,7 +79,8 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     for linear in linears[:-1]:
         start += linear.kernel.shape[1]
         borders.append(start)
-    return jnp.split(y, borders, axis=-1)
+    parts = zip(jnp.split(y, borders, axis=-1), linears, strict=True)
+    return [part if linear.lora is None else part + linear.lora(x) for part, linear in parts]
 
 
 class LayerNorm(nnx.Module):

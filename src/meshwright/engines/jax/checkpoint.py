@@ -2,7 +2,8 @@
 
 On disk the state is a flat dictionary from the path of each array to the array, so a checkpoint can be read without
 this package, and restores onto whatever mesh there is. Each process writes what its devices hold. Two things of the
-mesh that wrote it remain: the order of the layers, written beside, and zeros that pad the vocabulary.
+mesh that wrote it remain: the order of the layers, written beside, and zeros that pad the vocabulary. Of parameters,
+those that are trained are in it.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan) -> Callable[[],
         A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
     """
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    arrays = {**_flatten(state), _ORDER: _order(plan)}
+    arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
     checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 
     def finish() -> None:
@@ -47,10 +48,13 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan) -> Callable[[],
 def restore_state(folder: Path, like: TrainState, plan: StatePlan) -> TrainState:
     """Read a state back, onto the devices and in the layout of `like`; arrays that `like` lacks are left unread.
 
+    What isn't trained is that of `like`.
+
     Raises:
         UserError: the folder holds the state of another model or optimizer.
         Exception: whatever Orbax raises for a folder that is damaged.
     """
+    base, like = like.params, _trained(like, plan)
     wanted = {name: ocp.utils.to_shape_dtype_struct(leaf) for name, leaf in _flatten(like).items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         stored = checkpointer.metadata(folder.absolute() / _FOLDER).item_metadata.tree
@@ -62,7 +66,12 @@ def restore_state(folder: Path, like: TrainState, plan: StatePlan) -> TrainState
         args = ocp.args.PyTreeRestore(items, restore_args=lenient, partial_restore=True)
         arrays = checkpointer.restore(folder.absolute() / _FOLDER, args=args)
     state = jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
-    return _reordered(state, arrays[_ORDER], _order(plan))
+    state = _reordered(state, arrays[_ORDER], _order(plan))
+    return state._replace(params=plan.trained.put(state.params, base))
+
+
+def _trained(state: TrainState, plan: StatePlan) -> TrainState:
+    return state._replace(params=plan.trained.of(state.params))
 
 
 def _order(plan: StatePlan) -> np.ndarray:

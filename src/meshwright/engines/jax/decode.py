@@ -1,24 +1,61 @@
-"""Text generation with a key-value cache of fixed shape: one prefill, then one compiled step a token.
+"""Text generation with a key-value cache of fixed shape: one prefill, then several tokens each time the host calls.
 
-Shapes: B prompts, P padded prompt length, S cached positions, V vocabulary.
+Shapes: B prompts, P padded prompt length, S cached positions, K tokens of a call, L layers, V vocabulary.
 
 Prompts are padded on the right. Row `b` writes its next token at its own next position, over the padding, and looks
 at no position beyond it; so rows of different lengths share a batch without seeing each other's padding.
+
+What is slow about decoding is reading every parameter for every token. So before the first token the parameters are
+laid out as a step reads them: a layer an array, and kernels in the type that they are multiplied in. While a text is
+generated this takes as much memory as the parameters do in that type, which is less than a training step needs.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from copy import copy
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.engines.base import Sampling
-from meshwright.engines.jax.program import Program
+from meshwright.engines.jax.pipeline import AXIS
+from meshwright.engines.jax.program import OnMesh, Program
+from meshwright.engines.jax.rules import ACTIVATIONS
+from meshwright.engines.jax.sharding import specs_of
 from meshwright.errors import UserError
+from meshwright.models.layout import layout, use_layout
+from meshwright.models.stacks import STACKS, unstack
 
-_ROUND = 64  # prompt and cache lengths are rounded up to this, so that few shapes are compiled
+_SHORTEST = 64  # prompt and cache lengths are rounded up to this or something larger, so that few shapes are compiled
+_MOST = 16  # tokens of a call: few enough to be shown as they come, and enough for the host not to be waited for
+_KINDS = (float, int, float, int)  # of a `Sampling`'s numbers: another kind would compile all anew
+
+Way = Literal["likeliest", "drawn", "drawn of some"]
+
+
+class Prepared(NamedTuple):
+    """Parameters as a step reads them."""
+
+    params: Any
+    """Each stack of blocks is a list of layers, in order."""
+    head: tuple[jax.Array, jax.Array | None] | None
+    """The kernel and the bias of the head, where the kernel is the table of embeddings turned: that takes time."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a batch have got to."""
+
+    token_B: jax.Array
+    """The last token of each, which isn't in the cache yet."""
+    ended_B: jax.Array
+    """Whether that, or one before, was the one that ends a text; or there is no such prompt."""
+    cache_L: list[Any]
+    """Of each layer."""
 
 
 class Generator:
@@ -29,10 +66,7 @@ class Generator:
     """
 
     def __init__(self, program: Program):
-        self._context_length = program.spec.context_length
-        self._empty_cache = program.compiled(_empty_cache(program), ordered=True, static_argnums=(1, 2))
-        out = None if program.everywhere is None else (program.everywhere, None)
-        self._next = program.compiled(_next_tokens(program), ordered=True, donate_argnums=4, out_shardings=out)
+        self._program = program
 
     def __call__(
         self, params: Any, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
@@ -42,67 +76,244 @@ class Generator:
         Raises:
             UserError: a prompt is empty, or a prompt and what is to come exceed the context length.
         """
-        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        longest = int(lengths_B.max())
-        if lengths_B.min() == 0:
-            raise UserError("prompt = '': must hold at least one token; begin with the end-of-text token instead")
-        if longest >= self._context_length:
-            raise UserError(
-                f"prompt: its {longest} tokens must be fewer than model.context_length = {self._context_length}; "
-                "shorten it"
-            )
-        if longest + max_tokens > self._context_length:
-            raise UserError(
-                f"max_tokens = {max_tokens}: prompt ({longest} tokens) and continuation must fit "
-                f"model.context_length = {self._context_length}; ask for at most {self._context_length - longest}"
-            )
-        tokens_BP = np.full((len(prompts), min(_round_up(longest), self._context_length)), stop, np.int32)
+        context = self._program.spec.context_length
+        longest = _check(prompts, max_tokens, context)
+        if max_tokens < 1:
+            return
+        many = len(prompts)
+        batch = -(-many // self._shares) * self._shares
+        lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (batch - many), np.int32)
+        tokens_BP = np.zeros((batch, bucket(longest, context)), np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BP[row, : len(prompt)] = prompt
-        cache = self._empty_cache(params, len(prompts), min(_round_up(longest + max_tokens), self._context_length))
-        positions_BP = np.broadcast_to(np.arange(tokens_BP.shape[1], dtype=np.int32), tokens_BP.shape)
-        next_B, cache = self._next(params, tokens_BP, positions_BP, lengths_B - 1, cache, sampling)
-        ended = np.zeros(len(prompts), bool)
-        for count in range(max_tokens):
-            chosen = np.asarray(next_B)
-            if count + 1 < max_tokens:  # the device works on the next token while this one is shown
-                positions_B1 = (lengths_B + count)[:, None]
-                next_B, cache = self._next(
-                    params, next_B[:, None], positions_B1, np.zeros_like(lengths_B), cache, sampling
-                )
-            ended |= chosen == stop
-            if ended.all():
-                return
-            yield [None if done else int(token) for token, done in zip(chosen, ended, strict=True)]
+        way, numbers = way_of(sampling), Sampling(*(kind(x) for kind, x in zip(_KINDS, sampling, strict=True)))
+        prepared, length = self._prepare(params), bucket(longest + max_tokens, context)
+        tokens_KB, rows = self._prefill(
+            prepared, tokens_BP, lengths_B, np.arange(batch) >= many, stop, numbers, length, way
+        )
+        count = written = 1
+        ended = np.zeros(many, bool)
+        while count:
+            arrived_KB, arrived = tokens_KB, count
+            count = min(2 * count, _MOST, max_tokens - written)  # the first ones come soon
+            if count:  # the device works on these while the ones before are shown
+                positions_B = lengths_B + (written - 1)
+                tokens_KB, rows = self._go_on(prepared, rows, positions_B, count, stop, numbers, way)
+                written += count
+            for chosen_B in np.asarray(arrived_KB)[:arrived, :many]:
+                ended |= chosen_B == stop
+                if ended.all():
+                    return
+                yield [None if done else int(token) for token, done in zip(chosen_B, ended, strict=True)]
+
+    @property
+    def _shares(self) -> int:
+        return math.prod(self._program.mesh.sizes[axis] for axis in ACTIVATIONS["batch"])
+
+    @cached_property
+    def _prepare(self) -> OnMesh:
+        program = self._program
+        return program.compiled(_prepare(program), out_shardings=_prepared_shardings(program))
+
+    @cached_property
+    def _prefill(self) -> OnMesh:
+        out = _outputs(self._program)
+        return self._program.compiled(_prefill(self._program), ordered=True, static_argnums=(6, 7), out_shardings=out)
+
+    @cached_property
+    def _go_on(self) -> OnMesh:
+        out = _outputs(self._program)
+        return self._program.compiled(
+            _go_on(self._program), ordered=True, static_argnums=6, donate_argnums=1, out_shardings=out
+        )
 
 
-def _empty_cache(program: Program) -> Callable[[Any, int, int], Any]:
-    def empty_cache(params: Any, batch: int, length: int) -> Any:
-        return nnx.merge(program.state.graph, params).empty_cache(batch, length, program.dtype)
+def _check(prompts: list[list[int]], max_tokens: int, context: int) -> int:
+    longest = max(len(prompt) for prompt in prompts)
+    if not all(prompts):
+        raise UserError("prompt = '': must hold at least one token; begin with the end-of-text token instead")
+    if longest >= context:
+        raise UserError(f"prompt: its {longest} tokens must be fewer than model.context_length = {context}; shorten it")
+    if longest + max_tokens > context:
+        raise UserError(
+            f"max_tokens = {max_tokens}: prompt ({longest} tokens) and continuation must fit model.context_length = "
+            f"{context}; ask for at most {context - longest}"
+        )
+    return longest
 
-    return empty_cache
+
+def bucket(length: int, context: int) -> int:
+    """The length rounded up to a power of two or one and a half times that, at most the context's."""
+    power = _SHORTEST
+    while power < length:
+        power *= 2
+    return min(power if power == _SHORTEST or length > power // 4 * 3 else power // 4 * 3, context)
 
 
-def _next_tokens(program: Program) -> Callable[..., tuple[jax.Array, Any]]:
-    def next_tokens(
-        params: Any,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        last_B: jax.Array,
-        cache: Any,
+def _prepare(program: Program) -> Callable[[Any], Prepared]:
+    """What prepares parameters; a researcher's own are rounded too, unless they have less than two axes in a layer."""
+    spec, order_L = program.spec, program.state.order_L
+    # A table whose rows are scaled or added to is read in float32.
+    looked_up = () if spec.positions != "learned" and spec.embedding_scale == 1.0 else ("embedding",)
+    exact = {"router", "position_embedding", *looked_up}
+
+    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
+        multiplied = leaf.ndim > 1 and path[-1].key not in exact and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(program.dtype) if multiplied else leaf
+
+    def prepare(params: Any) -> Prepared:
+        prepared = dict(params)
+        for name in STACKS & params.keys():
+            prepared[name] = unstack(params[name])
+        if order_L is not None:
+            prepared["blocks"] = [prepared["blocks"][place] for place in np.argsort(order_L)]
+        head = None
+        if spec.tied_embeddings:
+            kernel_DV, bias_V = nnx.merge(program.state.graph, params).head_weights()
+            head = (kernel_DV.astype(program.dtype), bias_V)
+        return Prepared(jax.tree_util.tree_map_with_path(cast, prepared), head)
+
+    return prepare
+
+
+def _prepared_shardings(program: Program) -> Prepared | None:
+    """How they lie: as the run's, and where these are cut by layer, each layer is cut instead."""
+    if program.state.shardings is None:
+        return None
+    shapes, shardings = program.state.shapes.params, dict(program.state.shardings.params)
+    stages = program.mesh.sizes[AXIS]
+
+    def of_layer(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+        entries = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))][1:]
+        axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+        for place, size in enumerate(leaf.shape[1:]):
+            if stages > 1 and size % (stages * math.prod(program.mesh.sizes[axis] for axis in axes[place])) == 0:
+                axes[place] = (*axes[place], AXIS)
+                break
+        return NamedSharding(sharding.mesh, PartitionSpec(*(along or None for along in axes)))
+
+    for name in STACKS & shapes.keys():
+        one = jax.tree.map(of_layer, shapes[name], shardings[name])
+        shardings[name] = [one] * len(jax.tree.leaves(shapes[name])[0])
+    head: Any = None
+    if program.spec.tied_embeddings:
+        cut = specs_of({"kernel": ("width", "vocab")}, program.mesh.sizes, program.spec)["kernel"]
+        head = (program.mesh.sharding(cut), program.everywhere)
+    return Prepared(shardings, head)
+
+
+def _outputs(program: Program) -> Any:
+    """How tokens and rows lie: tokens everywhere, caches cut by row and head."""
+    if program.mesh.mesh is None:
+        return None
+    sizes = program.mesh.sizes
+    everywhere: Any = program.everywhere
+
+    def cached(leaf: jax.ShapeDtypeStruct) -> Any:
+        names = ("batch", None, "heads", None) if len(leaf.shape) == 4 else ("batch",)
+        entries = []
+        for name, size in zip(names, leaf.shape, strict=False):
+            along = tuple(axis for axis in ACTIVATIONS.get(name or "", ()) if sizes[axis] > 1)
+            entries.append(along if along and size % math.prod(sizes[axis] for axis in along) == 0 else None)
+        return program.mesh.sharding(PartitionSpec(*entries))
+
+    def one_layer_each(params: Any) -> list[Any]:
+        batch = math.prod(sizes[axis] for axis in ACTIVATIONS["batch"])
+        return unstack(nnx.merge(program.state.graph, params).empty_cache(batch, 1, program.dtype))
+
+    cache_L = jax.tree.map(cached, jax.eval_shape(one_layer_each, program.state.shapes.params))
+    return everywhere, Rows(everywhere, everywhere, cache_L)
+
+
+def _prefill(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
+    def prefill(
+        prepared: Prepared,
+        tokens_BP: jax.Array,
+        lengths_B: jax.Array,
+        ended_B: jax.Array,
+        stop: jax.Array,
         sampling: Sampling,
-    ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(program.state.graph, program.state.in_order(params))
-        x_BTD, cache = model.decode(tokens_BT, positions_BT, cache, dtype=program.dtype)
-        x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-        logits_BV = model.logits(x_B1D)[:, 0].astype(jnp.float32)
-        position_B = jnp.take_along_axis(positions_BT, last_B[:, None], axis=1)[:, 0]
-        return sample(logits_BV, position_B, sampling), cache
+        length: int,
+        way: Way,
+    ) -> tuple[jax.Array, Rows]:
+        """The token after each prompt, `[1, B]`, and what to go on from, with a cache of `length` positions."""
+        with _one_kernel_a_product():
+            model = prepared_model(program, prepared)
+            positions_BP = jnp.broadcast_to(jnp.arange(tokens_BP.shape[1]), tokens_BP.shape)
+            cache = model.empty_cache(len(tokens_BP), length, program.dtype)
+            x_BPD, cache = model.decode(tokens_BP, positions_BP, cache, dtype=program.dtype)
+            x_B1D = jnp.take_along_axis(x_BPD, lengths_B[:, None, None] - 1, axis=1)
+            token_B = _choose(model, x_B1D, lengths_B - 1, sampling, way)
+            return token_B[None], Rows(token_B, ended_B | (token_B == stop), unstack(cache))
 
-    return next_tokens
+    return prefill
 
 
-def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> jax.Array:
+def _go_on(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
+    def go_on(
+        prepared: Prepared,
+        rows: Rows,
+        positions_B: jax.Array,
+        count: jax.Array,
+        stop: jax.Array,
+        sampling: Sampling,
+        way: Way,
+    ) -> tuple[jax.Array, Rows]:
+        """The next `count` tokens of each row, `[K, B]`, or fewer where all have ended; the rest is zeros."""
+
+        def one(carry: tuple) -> tuple:
+            done, _, tokens_KB, (token_B, ended_B, cache_L) = carry
+            model, position_B = prepared_model(program, prepared), positions_B + done
+            x_B1D, cache = model.decode(token_B[:, None], position_B[:, None], _stack(cache_L), dtype=program.dtype)
+            token_B = _choose(model, x_B1D, position_B, sampling, way)
+            ended_B = ended_B | (token_B == stop)
+            rows = Rows(token_B, ended_B, unstack(cache))
+            return done + 1, ~ended_B.all(), tokens_KB.at[done].set(token_B), rows
+
+        with _one_kernel_a_product():
+            tokens_KB = jnp.zeros((_MOST, len(rows.token_B)), jnp.int32)
+            carry = (jnp.zeros((), jnp.int32), ~rows.ended_B.all(), tokens_KB, rows)
+            return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], one, carry)[2:]
+
+    return go_on
+
+
+def _one_kernel_a_product() -> Any:
+    # To make one kernel of several takes longer than a step's product with it.
+    apart = copy(layout())
+    apart.fuse_linear = False
+    return use_layout(apart)
+
+
+def prepared_model(program: Program, prepared: Prepared) -> Any:
+    """The model with these parameters, in a function that is traced."""
+    params = dict(prepared.params)
+    for name in STACKS & params.keys():
+        params[name] = _stack(params[name])
+    model = nnx.merge(program.state.graph, params)
+    if prepared.head is not None:
+        model.head_weights = lambda: prepared.head
+    return model
+
+
+def _stack(layers: list[Any]) -> Any:
+    # The model takes its layers apart again, so that XLA does neither.
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def _choose(model: Any, x_B1D: jax.Array, position_B: jax.Array, sampling: Sampling, way: Way) -> jax.Array:
+    token_B = sample(model.logits(x_B1D)[:, 0].astype(jnp.float32), position_B, sampling, way)
+    return layout().place(token_B, None)
+
+
+def way_of(sampling: Sampling) -> Way:
+    """How tokens are chosen: each way is compiled by itself, since only one of them need sort the vocabulary."""
+    if sampling.temperature <= 0:
+        return "likeliest"
+    return "drawn of some" if sampling.top_k > 0 or sampling.top_p < 1 else "drawn"
+
+
+def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling, way: Way) -> jax.Array:
     """Choose a token for each row.
 
     Top-k is applied first, then top-p (Holtzman et al., 2020) to what is left; the likeliest token always stays.
@@ -111,27 +322,30 @@ def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> j
         logits_BV: scores, float32.
         position_B: where the token before stands; with the seed and the row it makes the random key.
         sampling: its numbers may be traced, so that changing them compiles nothing.
+        way: what `way_of` says of them.
 
     Returns:
         Token ids, `[B]`.
     """
+    if way == "likeliest":
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     scaled_BV = logits_BV / jnp.maximum(sampling.temperature, 1e-6)
+    if way == "drawn of some":
+        scaled_BV = jnp.where(scaled_BV >= _least_allowed(scaled_BV, sampling), scaled_BV, -jnp.inf)
+    fold = jax.vmap(jax.random.fold_in)
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+        jax.random.key(sampling.seed), jnp.arange(logits_BV.shape[0])
+    )
+    return jax.vmap(jax.random.categorical)(fold(keys_B, position_B), scaled_BV).astype(jnp.int32)
+
+
+def _least_allowed(scaled_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """The least score that top-k and top-p leave, `[B, 1]`."""
     sorted_BV = -jnp.sort(-scaled_BV, axis=-1)
-    vocab = logits_BV.shape[-1]
+    vocab = scaled_BV.shape[-1]
     rank_V = jnp.arange(vocab)
     k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab)
     probs_BV = jax.nn.softmax(jnp.where(rank_V < k, sorted_BV, -jnp.inf), axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     kept_BV = (rank_V < k) & ((before_BV < sampling.top_p) | (rank_V == 0))
-    threshold_B1 = jnp.take_along_axis(sorted_BV, kept_BV.sum(axis=-1, keepdims=True) - 1, axis=-1)
-    allowed_BV = jnp.where(scaled_BV >= threshold_B1, scaled_BV, -jnp.inf)
-    fold = jax.vmap(jax.random.fold_in)
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-        jax.random.key(sampling.seed), jnp.arange(logits_BV.shape[0])
-    )
-    drawn_B = jax.vmap(jax.random.categorical)(fold(keys_B, position_B), allowed_BV)
-    return jnp.where(sampling.temperature <= 0, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _ROUND) * _ROUND
+    return jnp.take_along_axis(sorted_BV, kept_BV.sum(axis=-1, keepdims=True) - 1, axis=-1)

@@ -20,7 +20,9 @@ from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
 from meshwright.engines.jax.step import Metric, Params
+from meshwright.engines.jax.trained import Merged
 from meshwright.errors import UserError
+from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
 from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.hf import spec_from_hf
@@ -62,6 +64,7 @@ class JaxEngine:
         )
         self.rows = program.mesh.rows(run.train.batch_size)
         self.parameters = self.active_parameters = program.state.parameters
+        self.trained_parameters = program.state.trained_parameters
         if spec.experts:
             self.active_parameters = active_parameter_count(spec)
         self.description = f"{_devices()}, {jnp.dtype(program.dtype).name}{_mesh_in_words(program.mesh.sizes)}"
@@ -70,7 +73,11 @@ class JaxEngine:
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
         }
         self._train_step = fitting_train_step(program, training=training)
-        self._state = program.make_state() if run.model.init == "random" or not training else start_state(program)
+        from_init = run.model.init != "random" and (training or run.lora.rank > 0)
+        self._state = start_state(program) if from_init else program.make_state()
+        if run.lora.rank:
+            two = np.asarray(program.base_fingerprint(self._state.params))
+            self.identity["lora (fingerprint of the base)"] = "".join(f"{number:08x}" for number in two)
         self._generator = Generator(program)
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
@@ -102,8 +109,13 @@ class JaxEngine:
         """See `Engine.generate`."""
         yield from self._generator(self._evaluation_params(), prompts, max_tokens, stop, sampling)
 
-    def on_host(self) -> HostParameters:
+    def on_host(self) -> Parameters:
         """See `Engine.on_host`."""
+        host, program = self.adapters_on_host(), self._program
+        return Merged(host, program.spec, program.run) if program.run.lora.rank else host
+
+    def adapters_on_host(self) -> HostParameters:
+        """See `Engine.adapters_on_host`; the other parameters can be read too."""
         return HostParameters(self._evaluation_params(), self._program.spec, self._program)
 
     def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:
@@ -118,9 +130,10 @@ class JaxEngine:
         return logits_of(checkpoint, spec_from_hf(checkpoint.config), self._program.run, tokens_BT)
 
     def _evaluation_params(self) -> Params:
-        if isinstance(self._state.optimizer, optax.contrib.ScheduleFreeState):
-            return self._program.average(self._state.optimizer, self._state.params)
-        return self._state.params
+        state, trained = self._state, self._program.state.trained
+        if isinstance(state.optimizer, optax.contrib.ScheduleFreeState):
+            return trained.put(self._program.average(state.optimizer, trained.of(state.params)), state.params)
+        return state.params
 
 
 def _devices() -> str:

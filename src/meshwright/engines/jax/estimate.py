@@ -93,21 +93,25 @@ def multiplied_parameters(spec: ModelSpec) -> int:
     return active_parameter_count(spec) - looked_up
 
 
-def flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
-    """Floating-point operations of training on one token: `6 P + 12 L H Q T`.
+def flops_per_token(spec: ModelSpec, sequence_length: int, adapters: int = 0) -> int:
+    """Floating-point operations of training on one token: `6 P + 12 L H Q T`, under LoRA `4 P + 6 A + 12 L H Q T`.
 
     The convention of PaLM (Chowdhery et al., 2022, appendix B): a multiplication and an addition for each parameter,
     once forward and twice backward; and the two products of attention, over the whole square of scores although half
     of it is masked. What `train.remat` computes again isn't counted.
 
-    P are the `multiplied_parameters`, L layers, H heads, Q the mean of the widths of a head's keys and of its values, T
-    the sequence length.
+    Parameters that aren't trained have no gradient, which is one of the two backward.
+
+    P are the `multiplied_parameters`, A those of adapters, L layers, H heads, Q the mean of the widths of a head's keys
+    and of its values, T the sequence length.
 
     Arguments:
         spec: the architecture, with its vocabulary.
         sequence_length: tokens of a sequence.
+        adapters: parameters of adapters; 0: there are none, and all parameters are trained.
     """
-    return 6 * multiplied_parameters(spec) + 6 * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
+    products = (4 if adapters else 6) * multiplied_parameters(spec) + 6 * adapters
+    return products + 6 * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
 
 
 def head_widths(spec: ModelSpec) -> tuple[int, int]:
@@ -178,10 +182,9 @@ def estimate(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, dty
 
 
 def _gradients(run_mesh: RunMesh, state: StatePlan) -> int:
-    size = {
-        part: _FLOAT32 * count_of(leaves, state.shardings and state.shardings.params[part])
-        for part, leaves in state.shapes.params.items()
-    }
+    trained, shardings = state.trained.of(state.shapes.params), state.shardings
+    laid = shardings and state.trained.of(shardings.params)
+    size = {part: _FLOAT32 * count_of(leaves, laid and laid[part]) for part, leaves in trained.items()}
     if run_mesh.accumulate == 1:
         return sum(size.values())
     twice = size if run_mesh.sizes["pipeline"] == 1 else {"blocks"}  # elsewhere a pipeline takes micro-batches at once
@@ -354,13 +357,13 @@ def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:
 
 
 def _loss(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
-    """The head's part and a chunk's work: `2 N D s + 4 D V`, and for a chunk of c tokens `8 c V`."""
+    """The head's part and a chunk's work: `2 N D s`, trained `+ 4 D V`, and for a chunk of c tokens `8 c V`."""
     sizes = run_mesh.sizes
     tokens, vocab = share.tokens, -(-spec.vocab_size // share.tensor)
     if sizes["pipeline"] > 1:
         time_shares = run_mesh.loss_shares(run)[1] // sizes["context"]
         tokens = run_mesh.accumulate * share.tokens // time_shares
-    head = 2 * tokens * spec.width * share.number + _FLOAT32 * spec.width * vocab
+    head = 2 * tokens * spec.width * share.number + (0 if run.lora.rank else _FLOAT32 * spec.width * vocab)
     return head, 2 * _FLOAT32 * min(CHUNK, tokens) * vocab
 
 

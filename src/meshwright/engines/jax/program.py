@@ -1,6 +1,7 @@
 """All that a run compiles, before any of its arrays exists."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer, 
 from meshwright.engines.jax.sharding import MeshLayout
 from meshwright.engines.jax.state import ModelMaker, plan_state
 from meshwright.engines.jax.step import Metric, Params, make_eval_step, make_loss, make_train_step
+from meshwright.engines.jax.trained import base_fingerprint, model_of
 from meshwright.models.layout import Layout, use_layout
 from meshwright.models.spec import ModelSpec
 
@@ -50,16 +52,21 @@ class Program:
         schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
         averages = optimizer is None and run.optimizer.kind == "schedule_free"  # then evaluation needs its state
         optimizer = optimizer or (make_optimizer(run) if training or averages else optax.identity())
-        self.state = plan_state(model, spec, run, run_mesh, optimizer)
+        adapters = run.lora.rank > 0
+        self.state = plan_state(model_of(run, model), spec, run, run_mesh, optimizer, adapters=adapters)
+        self.base = plan_state(model, spec, run, run_mesh, optax.identity()) if adapters else self.state
         self.everywhere = run_mesh.sharding(PartitionSpec())
-        shardings = self.state.shardings
+        shardings, trained = self.state.shardings, self.state.trained
         self.make_state = self.compiled(self.state.make, out_shardings=shardings)
         self.begin = self.compiled(self.state.begin, donate_argnums=0, out_shardings=shardings)
         loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
-        step = make_train_step(run, loss_sum, run_mesh, optimizer, schedule, metrics or {})
+        step = make_train_step(run, loss_sum, run_mesh, optimizer, schedule, metrics or {}, trained)
         self.train_step = self.compiled(step, donate_argnums=0, out_shardings=(shardings, self.everywhere))
         self.eval_step = self.compiled(make_eval_step(loss_sum, run_mesh), out_shardings=self.everywhere)
-        self.average = self.compiled(evaluation_params, out_shardings=shardings and shardings.params)
+        self.average = self.compiled(evaluation_params, out_shardings=shardings and trained.of(shardings.params))
+        self.base_fingerprint = self.compiled(
+            partial(base_fingerprint, order_L=self.state.order_L), out_shardings=self.everywhere
+        )
         self.all_finite = self.compiled(_all_finite, out_shardings=self.everywhere)
 
     def compiled(self, f: Callable[..., Any], *, ordered: bool = False, **options: Any) -> "OnMesh":

@@ -13,6 +13,7 @@ from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.state import plan_state
 from meshwright.engines.jax.step import Params, TrainState
+from meshwright.errors import UserError
 from meshwright.hub.reader import open_checkpoint
 
 
@@ -27,12 +28,19 @@ def start_state(program: Program) -> TrainState:
     """
     init = program.run.model.init
     if init.startswith("hf:"):
-        return program.begin(read_params(open_checkpoint(init), program.spec, program.state))
+        return program.begin(read_params(open_checkpoint(init), program.spec, program.base))
     return program.begin(_saved_params(Path(init), program))
 
 
 def _saved_params(folder: Path, program: Program) -> Params:
+    if not (folder / "manifest.json").is_file():
+        raise UserError(f"model.init = {str(folder)!r}: this checkpoint isn't there any more; put it back")
     identity = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["identity"]
+    if identity.get("lora.rank"):
+        raise UserError(
+            f"model.init = {program.run.model.init!r}: this checkpoint holds adapters alone; write the whole model "
+            "with `meshwright export` and start from that, as hf:<folder>"
+        )
     run, averages = program.run, identity.get("optimizer.kind") == "schedule_free"
     averaging = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"kind": "schedule_free"})})
     optimizer = make_optimizer(averaging) if averages else optax.identity()  # what it leaves out isn't read

@@ -16,6 +16,7 @@ from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.pipeline import stored_order
 from meshwright.engines.jax.sharding import axes_of, pad_vocab, padded_vocab, specs_of, state_shardings
 from meshwright.engines.jax.step import Params, TrainState
+from meshwright.engines.jax.trained import Trained
 from meshwright.models.spec import ModelSpec
 
 ModelMaker = Callable[..., nnx.Module]
@@ -29,7 +30,8 @@ class StatePlan:
     make: Callable[[], TrainState]
     """Makes the initial state; to be compiled with `shardings` for its outputs, so that no device holds all of it."""
     begin: Callable[[Params], TrainState]
-    """Makes the state that training begins with from parameters, which are padded and lie as `shardings` says."""
+    """Makes the state that training begins with from parameters, which are padded and lie as `shardings` says; where
+    adapters are trained, from those that they are added to."""
     shapes: TrainState
     """Abstract arrays."""
     shardings: TrainState | None
@@ -37,7 +39,11 @@ class StatePlan:
     axes: dict
     """The names of the axes of each parameter."""
     parameters: int
-    """Padding of the vocabulary not counted."""
+    """Neither padding of the vocabulary nor adapters counted."""
+    trained: Trained
+    """Which parameters are trained."""
+    trained_parameters: int
+    """How many."""
     order_L: np.ndarray | None
     """Which layer lies at each place of the stacked blocks; None: in order."""
 
@@ -50,7 +56,13 @@ class StatePlan:
 
 
 def plan_state(
-    model: ModelMaker, spec: ModelSpec, run: Run, run_mesh: RunMesh, optimizer: optax.GradientTransformation
+    model: ModelMaker,
+    spec: ModelSpec,
+    run: Run,
+    run_mesh: RunMesh,
+    optimizer: optax.GradientTransformation,
+    *,
+    adapters: bool = False,
 ) -> StatePlan:
     """Plan the state of a run; nothing is allocated.
 
@@ -60,8 +72,10 @@ def plan_state(
         run: the seed is read.
         run_mesh: the mesh.
         optimizer: its state is part of the run's.
+        adapters: whether the model has adapters, and just these are trained.
     """
     sizes, rounds, more = run_mesh.sizes, run_mesh.rounds, {}
+    trained = Trained(adapters=adapters)
     if rounds > 1:
         more["order_L"] = stored_order(spec.layers, sizes["pipeline"], rounds)
 
@@ -72,20 +86,36 @@ def plan_state(
     axes = axes_of(nnx.state(abstract, nnx.Param))
     rows = padded_vocab(spec.vocab_size, sizes)
 
+    def initial() -> Params:
+        return nnx.to_pure_dict(nnx.state(build(), nnx.Param))
+
     def make() -> TrainState:
-        params = pad_vocab(nnx.to_pure_dict(nnx.state(build(), nnx.Param)), axes, rows)
-        return begin(params)
+        return started(pad_vocab(initial(), axes, rows))
 
     def begin(params: Params) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return started(trained.put(trained.of(initial()), params) if adapters else params)
+
+    def started(params: Params) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained.of(params)))
 
     shapes, shardings = jax.eval_shape(make), None
     if run_mesh.mesh is not None:
         laid = jax.tree.map(run_mesh.sharding, specs_of(axes, sizes, spec), is_leaf=_is_spec)
         shardings = state_shardings(shapes, shapes.params, laid, run_mesh.sharding(PartitionSpec()))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(abstract, nnx.Param))))
-    order_L = np.array(more["order_L"]) if more else None
-    return StatePlan(nnx.graphdef(abstract), make, begin, shapes, shardings, axes, parameters, order_L)
+    unpadded = nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
+    parameters, in_training = (sum(leaf.size for leaf in jax.tree.leaves(p)) for p in (unpadded, trained.of(unpadded)))
+    return StatePlan(
+        graph=nnx.graphdef(abstract),
+        make=make,
+        begin=begin,
+        shapes=shapes,
+        shardings=shardings,
+        axes=axes,
+        parameters=parameters - in_training if adapters else parameters,
+        trained=trained,
+        trained_parameters=in_training,
+        order_L=np.array(more["order_L"]) if more else None,
+    )
 
 
 def _is_spec(value: Any) -> bool:

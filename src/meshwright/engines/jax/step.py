@@ -17,6 +17,7 @@ from meshwright.data.examples import Batch
 from meshwright.engines.jax.loss import Head, sharded_cross_entropy_sum
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.pipeline import pipelined
+from meshwright.engines.jax.trained import Trained
 from meshwright.errors import UserError
 from meshwright.models.layout import layout
 from meshwright.models.routing import Routing, keep_untrained
@@ -47,7 +48,7 @@ class LossSum(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a researcher's own metric may look at."""
+    """What a researcher's own metric may look at: of parameters, just those that are trained."""
 
     params: Params
     gradients: Params
@@ -130,6 +131,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule | None,
     metrics: dict[str, Metric],
+    trained: Trained,
 ) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, dict[str, jax.Array]]]:
     """One update on one global batch `[A, M, T]`; given a number by each process, it also returns the largest.
 
@@ -140,14 +142,15 @@ def make_train_step(
         optimizer: from `make_optimizer`, or a researcher's own.
         learning_rate: what the metrics report; None: nothing, since only the optimizer knows.
         metrics: a researcher's own, each a scalar of an `Update`.
+        trained: which parameters are trained; the others come out as they went in.
     """
 
     def gradients_of(params: Params, batch: Batch, keys_AM: jax.Array) -> tuple[Params, LossSum]:
-        def objective(params: Params) -> tuple[jax.Array, LossSum]:
-            loss = loss_sum(params, batch, keys_AM)
+        def objective(part: Params) -> tuple[jax.Array, LossSum]:
+            loss = loss_sum(trained.put(part, params), batch, keys_AM)
             return loss.total + (0.0 if loss.routing is None else loss.routing.penalty.sum()), loss
 
-        return jax.grad(objective, has_aux=True)(params)
+        return jax.grad(objective, has_aux=True)(trained.of(params))
 
     def train_step(
         state: TrainState, batch: Batch, stop: jax.Array | None = None
@@ -160,9 +163,10 @@ def make_train_step(
         if run.optimizer.clip_norm:
             shrink = jnp.minimum(1.0, run.optimizer.clip_norm / jnp.maximum(norm, 1e-12))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params = keep_untrained(optax.apply_updates(state.params, updates), state.params)
-        new = TrainState(state.step + 1, params, optimizer_state)
+        params = trained.of(state.params)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, params)
+        updated = keep_untrained(optax.apply_updates(params, updates), params)
+        new = TrainState(state.step + 1, trained.put(updated, state.params), optimizer_state)
         values = {"loss": loss.total / tokens, "grad_norm": norm, "tokens": loss.tokens}
         if learning_rate is not None:
             values["learning_rate"] = learning_rate(state.step)
@@ -170,7 +174,7 @@ def make_train_step(
             values["stop"] = stop.max()
         if loss.routing is not None:
             values |= _routing_values(loss.routing, tokens)
-        update = Update(state.params, gradients, updates, values["loss"])
+        update = Update(params, gradients, updates, values["loss"])
         values |= {name: _scalar(name, metric(update)) for name, metric in metrics.items()}
         if run.train.on_nonfinite == "skip":
             new = _keep_if(jnp.isfinite(values["loss"]) & jnp.isfinite(norm), new, state)
