@@ -155,21 +155,24 @@ def test_a_source_from_python_is_read_in_the_driver(corpus, tmp_path, address):
     assert here == there
 
 
-def test_both_nodes_read(ray):
+def test_both_nodes_encode(ray):
     module = ModuleType("of_the_test")
     exec(  # pickled by value: the nodes don't have this file
         """
 from meshwright.data.documents import Document
+from meshwright.data.tokenizer import ByteTokenizer
 class Part:
     bytes_read = 0
     def __init__(self, number): self.number = number
     def describe(self): return {"bytes": 1 << 30}
-    def documents(self, after=None):
-        import ray, time
-        time.sleep(0.2)
-        yield Document("a", ray.get_runtime_context().get_node_id(), place=(self.number, 0))
+    def documents(self, after=None): yield Document("a", "text", place=(self.number, 0))
 class All:
-    def parts(self): return [Part(number) for number in range(8)]
+    def parts(self): return [Part(number) for number in range(12)]
+class Node(ByteTokenizer):
+    def encode_batch(self, texts):
+        import ray, time
+        time.sleep(0.5)
+        return super().encode_batch([ray.get_runtime_context().get_node_id() for _ in texts])
 """,
         module.__dict__,
     )
@@ -177,11 +180,12 @@ class All:
     ray.cloudpickle.register_pickle_by_value(module)
     try:
         groups, _ = group_parts(module.All().parts())
-        work = ray.put(make_work(module.All(), ByteTokenizer(), None, "none"))
+        tokenizer = ray.cloudpickle.dumps((module.Node(), None))
+        work = ray.put(make_work(module.All(), ByteTokenizer(), None, "none")._replace(tokenizer=tokenizer))
         found = [ByteTokenizer().decode(block.tokens) for _, _, block in encode_groups(ray, work, groups)]
     finally:
         del sys.modules["of_the_test"]
-    assert len(found) == 8 and set(found) == {node["NodeID"] for node in ray.nodes()}
+    assert len(found) == 12 and set(found) == {node["NodeID"] for node in ray.nodes()}
 
 
 def test_killed_on_one_cpu_it_goes_on_on_two_to_the_same_bytes(corpus, tmp_path, address, monkeypatch):
