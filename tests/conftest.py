@@ -5,6 +5,8 @@ from pathlib import Path
 
 # Many tests build the same tiny programs, in this process and in others: compile each once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# On a machine that others use, PyTorch's threads wait for each other a hundred times as long as they work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="meshwright-tests-"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -46,7 +46,7 @@ MISTAKES = [
     ({"data": {"train": [{"weight": 1}]}}, r"data\.train\.0\.source: missing"),
     ({"data": {"train": []}}, r"data\.train = \[\]: must"),
     ({"data": {"train": 3}}, r"data\.train = 3: must be a valid string"),
-    ({"engine": "torch"}, r"engine = 'torch': must be 'jax'"),
+    ({"engine": "tensorflow"}, r"engine = 'tensorflow': must be 'jax' or 'torch'"),
     ({"mesh": {"tensr": 2}}, r"mesh\.tensr: unknown key; did you mean 'tensor'\?"),
     ({"mesh": {"fsdp": 0}}, r"mesh\.fsdp = 0: must be a positive number, or -1 for all devices that are left"),
     ({"mesh": {"fsdp": -1}}, r"mesh\.fsdp = -1: only one size may be -1, and mesh\.data is; give it a number"),

@@ -120,7 +120,8 @@ def train(
         )
     if run.data.stream and source is not None:
         raise UserError("data.stream = true: reads what data.train names; leave out one of it and `source`")
-    prepare_devices(run)
+    if run.engine == "jax":
+        prepare_devices(run)
     console = console or make_console()
     with ExitStack() as closing:
         closing.callback(console.close)
@@ -149,6 +150,8 @@ def plan(run: Run, *, devices: int | None = None, compiled: bool = True) -> "Pla
     """
     from meshwright.planning import make_plan
 
+    if run.engine != "jax":
+        raise UserError(f'engine = "{run.engine}": plans are made for the JAX engine alone; override engine="jax"')
     if run.launch.kind == "local":
         prepare_devices(run)
     return make_plan(run, devices=devices, compiled=compiled)
@@ -341,7 +344,19 @@ class TrainedRun:
 
 
 def _make_engine(run: Run, spec: ModelSpec, *, model: "ModelMaker | None", **more: Any) -> Engine:
+    if run.engine == "torch":
+        return _make_torch_engine(run, spec, model=model, **more)
     from meshwright.engines.jax.engine import JaxEngine
     from meshwright.models.decoder import Decoder
 
     return JaxEngine(run, spec, model=model or Decoder, **more)
+
+
+def _make_torch_engine(run: Run, spec: ModelSpec, **more: Any) -> Engine:
+    try:
+        from meshwright.engines.torch.engine import TorchEngine
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"engine = \"torch\": needs {error.name}, which isn't installed; pip install 'meshwright[torch]'"
+        ) from None
+    return TorchEngine(run, spec, **more)

@@ -322,8 +322,8 @@ class Run(Section):
 
     name: Annotated[str, AfterValidator(_name)] = "run"
     """Name of the run: letters, digits, `.`, `_` and `-`."""
-    engine: Literal["jax"] = "jax"
-    """What trains the model."""
+    engine: Literal["jax", "torch"] = "jax"
+    """What trains the model: JAX, or PyTorch with the models of `transformers` (`pytorch.md`)."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial parameters, the order of the data, dropout and samples."""
     run_dir: str = ""

@@ -174,6 +174,11 @@ def _with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callab
         found = next(_sound_for_all(theirs, note, group), None)
         if found is None:
             raise UserError(f"model.init = {init!r}: has no checkpoint that can be read; train it first")
+        if (engine := found.manifest["engine"]) != run.engine:
+            raise UserError(
+                f'model.init = {init!r}: was trained with engine = "{engine}"; write it with `meshwright export` and '
+                "start from that, as hf:<folder>"
+            )
         key = "tokenizer (fingerprint)"
         check_identity(
             found,

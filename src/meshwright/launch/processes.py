@@ -61,7 +61,7 @@ def train_in_processes(run: Run, command: Sequence[str] = WORKER) -> int:
         UserError: there are too few cards, or the run directory can't be written to.
         KeyboardInterrupt, SystemExit: a second signal came; every worker has been ended.
     """
-    shares = shares_of_cards(run)
+    shares = _shares_of_cards(run)
     with ExitStack() as closing:
         stop = closing.enter_context(stop_signals())
         crew = _Crew(run.directory / "workers")
@@ -259,15 +259,30 @@ def _opened(log: Path) -> Iterator[IO[bytes]]:
 
 
 def _train(text: str, rank: int, size: int, port: int) -> int:
-    import jax
-
     from meshwright.api import train
 
     run = make_run(tomllib.loads(text))
-    prepare_devices(run)
-    outcome = train(run, group=join(port, rank, size))
-    jax.distributed.shutdown()
+    if run.engine == "torch":
+        from meshwright.launch import torch_group
+
+        torches = torch_group.join(port, rank, size)
+        outcome = train(run, group=torches)
+        torch_group.leave(torches)
+    else:
+        import jax
+
+        prepare_devices(run)
+        outcome = train(run, group=join(port, rank, size))
+        jax.distributed.shutdown()
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _shares_of_cards(run: Run) -> list[dict[str, str]]:
+    if run.engine == "jax":
+        return shares_of_cards(run)
+    from meshwright.launch import torch_group
+
+    return torch_group.shares_of_cards(run.launch.workers)
 
 
 def _keep_stdout_to_python() -> None:

@@ -1,0 +1,138 @@
+"""Writing and reading the whole state with PyTorch's distributed checkpoint (DCP): each process its own part.
+
+On disk it is a flat dictionary from names to tensors, of which each has the shape of the whole, so that it is read on
+whatever mesh there is. `step` counts the updates.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
+
+from meshwright.engines.torch.optimizer import Optimizer
+from meshwright.engines.torch.plan import Placed, own
+from meshwright.errors import UserError
+
+# DCP says so each time, though it is told that there is one process.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+_FOLDER = "state"
+_STEP = "step"
+
+
+def save_state(folder: Path, placed: Placed, optimizer: Optimizer) -> Callable[[], None]:
+    """Copy the state off the device, then write it in the background.
+
+    Arguments:
+        folder: an existing, empty folder; the same one in every process.
+        placed, optimizer: may change as soon as this returns.
+
+    Returns:
+        A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
+    """
+    state = {**_named(placed, optimizer), _STEP: torch.tensor(optimizer.count)}
+    writer = dcp.FileSystemWriter(str(folder / _FOLDER), single_file_per_rank=True, sync_files=True)
+    if not dist.is_initialized():
+        return _in_thread(state, writer)
+    future: Any = dcp.async_save(
+        state,
+        storage_writer=writer,
+        process_group=placed.mesh.host_group,
+        async_stager=BlockingAsyncStager(cache_staged_state_dict=False),
+    )
+    return partial(_wait, future)
+
+
+def restore_state(folder: Path, placed: Placed, optimizer: Optimizer | None, *, base: bool = False) -> None:
+    """Read a state back in place; nothing of it changes before all has been read.
+
+    Arguments:
+        folder: that it was written to.
+        placed: the model.
+        optimizer: None: its state isn't read.
+        base: whether to read the model without its adapters, as a run has it that trains no adapters.
+
+    Raises:
+        UserError: the folder holds the state of another model or optimizer.
+        Exception: whatever DCP raises for a folder that is damaged.
+    """
+    reader = dcp.FileSystemReader(str(folder / _FOLDER))
+    wanted = _named(placed, optimizer)
+    if base:
+        wanted = {f"model.{name}": placed.tensors[name].detach() for name in placed.names.theirs}
+    _check(folder, wanted, reader.read_metadata().state_dict_metadata)
+    read: dict[str, Any] = {name: _like(tensor) for name, tensor in wanted.items()}
+    read[_STEP] = torch.tensor(0)
+    group, alone = placed.mesh.host_group, not dist.is_initialized()
+    with _as_exceptions():
+        dcp.load(read, storage_reader=reader, process_group=group, no_dist=alone)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            own(tensor).copy_(own(read[name]))
+    if optimizer is not None:
+        optimizer.set_count(int(read[_STEP]))
+
+
+def _named(placed: Placed, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": tensor.detach() for name, tensor in placed.stored.items()}
+    for moment, parts in (optimizer.state if optimizer else {}).items():
+        for name, part in parts.items():
+            found[f"optimizer.{moment}.{name}"] = _laid_as(placed.parameters[name], part)
+    return found
+
+
+def _laid_as(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A process's part of something that lies as a tensor does."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return _laid_as(tensor, torch.empty_like(own(tensor)))
+
+
+def _check(folder: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Any]) -> None:
+    for name, tensor in wanted.items():
+        theirs = tuple(stored[name].size) if name in stored else None
+        if theirs != (ours := tuple(tensor.shape)):
+            found = f"shape {theirs}" if theirs is not None else "no such tensor"
+            part = "optimizer" if name.startswith("optimizer") else "model"
+            raise UserError(
+                f"{folder}: {name}: {found} in the checkpoint, shape {ours} in this run; give the {part} that the "
+                "checkpoint was made with"
+            )
+
+
+def _in_thread(state: dict[str, torch.Tensor], writer: Any) -> Callable[[], None]:
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    future = pool.submit(dcp.save, copies, storage_writer=writer, no_dist=True)
+    pool.shutdown(wait=False)
+    return partial(_wait, future)
+
+
+def _wait(future: Any) -> None:
+    with _as_exceptions():
+        future.result()
+
+
+@contextmanager
+def _as_exceptions() -> Iterator[None]:
+    # DCP's own isn't an `Exception`, and would pass by all that handle one.
+    try:
+        yield
+    except CheckpointException as error:
+        first: Any = next(iter(error.failures.values()), (error,))[0]
+        raise RuntimeError(f"{type(first).__name__}: {first}") from error

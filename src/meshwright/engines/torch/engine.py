@@ -1,0 +1,138 @@
+"""The PyTorch engine: a model of `transformers`, FSDP2 and tensor parallelism, state that stays on the device."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshwright.config import Run
+from meshwright.data.examples import Batch
+from meshwright.engines.base import Sampling
+from meshwright.engines.torch.checkpoint import restore_state, save_state
+from meshwright.engines.torch.collectives import reduced
+from meshwright.engines.torch.decode import generate
+from meshwright.engines.torch.fingerprint import base_fingerprint
+from meshwright.engines.torch.host import HostParameters, logits, logits_of
+from meshwright.engines.torch.host_lora import HostAdapters, Merged
+from meshwright.engines.torch.mesh import TorchMesh, make_torch_mesh
+from meshwright.engines.torch.optimizer import Optimizer
+from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.start import start
+from meshwright.engines.torch.step import Step, evaluate
+from meshwright.engines.torch.support import check_supported
+from meshwright.hub.export import Parameters
+from meshwright.hub.reader import Checkpoint
+from meshwright.models.spec import ModelSpec
+
+
+class TorchEngine:
+    """See `meshwright.engines.base.Engine`. Of several processes each makes one, after the default group.
+
+    Arguments:
+        run: a checked run file.
+        spec: the architecture, with its vocabulary size.
+        model, optimizer, metrics: a researcher's own parts are for the JAX engine; None.
+        training: false where the engine only evaluates and generates: it then holds no optimizer state.
+
+    Raises:
+        UserError: the run asks for what this engine lacks, or the mesh doesn't fit.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        spec: ModelSpec,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        metrics: Any = None,
+        training: bool = True,
+    ):
+        check_supported(run, spec, model, optimizer, metrics)
+        self._run, self._spec = run, spec
+        mesh = make_torch_mesh(run, spec, training=training)
+        self._placed = placed = Placed(run, spec, mesh)
+        self.rows = mesh.rows(run.train.batch_size)
+        self.parameters = sum(placed.tensors[name].numel() for name in placed.names.theirs)
+        self.trained_parameters = sum(parameter.numel() for parameter in placed.parameters.values())
+        self.active_parameters = self.parameters - _idle(placed, spec)
+        self.description = f"{_device(mesh)}, {str(placed.dtype).removeprefix('torch.')}{_mesh_in_words(mesh)}"
+        self.identity = {"model": placed.config.architectures[0], "optimizer.kind": run.optimizer.kind}
+        if training or run.lora.rank:  # else a checkpoint holds all
+            start(placed, run, spec)
+        if run.lora.rank:
+            self.identity["lora (fingerprint of the base)"] = base_fingerprint(placed)
+        self._optimizer: Optimizer | None = None
+        if training:
+            parts = {name: own(parameter) for name, parameter in placed.parameters.items()}
+            self._optimizer = Optimizer(run, parts, placed.is_matrix)
+            self._step = Step(run, placed, self._optimizer)
+
+    def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
+        """See `Engine.train_step`."""
+        return self._step(batch, stop)
+
+    def eval_step(self, batch: Batch) -> tuple[Any, Any]:
+        """See `Engine.eval_step`."""
+        return evaluate(self._placed, batch)
+
+    def is_finite(self) -> bool:
+        """See `Engine.is_finite`."""
+        parts = [own(tensor) for tensor in self._placed.tensors.values()]
+        broken = sum((~torch.isfinite(part)).sum() for part in parts)
+        assert isinstance(broken, torch.Tensor)
+        return not bool(reduced(broken, dist.group.WORLD if self._placed.mesh.mesh is not None else None))
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """See `Engine.save`."""
+        assert self._optimizer is not None
+        return save_state(folder, self._placed, self._optimizer)
+
+    def restore(self, folder: Path) -> None:
+        """See `Engine.restore`."""
+        restore_state(folder, self._placed, self._optimizer)
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
+    ) -> Iterator[list[int | None]]:
+        """See `Engine.generate`."""
+        yield from generate(self._placed, self._spec, prompts, max_tokens, stop, sampling)
+
+    def on_host(self) -> Parameters:
+        """See `Engine.on_host`."""
+        lora = self._run.lora
+        return Merged(self.adapters_on_host(), lora.scale) if lora.rank else HostParameters(self._placed)
+
+    def adapters_on_host(self) -> HostAdapters:
+        """See `Engine.adapters_on_host`; the other parameters can be read too."""
+        return HostAdapters(self._placed, self._spec, self._run.lora)
+
+    def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:
+        """See `Engine.logits`."""
+        return logits(self.on_host(), self._run, self._spec, self._placed.mesh.device, tokens_BT, dtype)
+
+    def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
+        """See `Engine.logits_of`."""
+        return logits_of(checkpoint, self._run, self._placed.mesh.device, tokens_BT)
+
+
+def _idle(placed: Placed, spec: ModelSpec) -> int:
+    """How many parameters have no part in the computation of one token."""
+    if not spec.experts:
+        return 0
+    many = sum(placed.tensors[name].numel() for name in placed.names.theirs if ".experts." in name)
+    return many * (spec.experts - min(spec.experts_per_token, spec.experts)) // spec.experts
+
+
+def _device(mesh: TorchMesh) -> str:
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    many = 1 if mesh.mesh is None else mesh.mesh.size()
+    return f"{many} x {name}" if many > 1 else name
+
+
+def _mesh_in_words(mesh: TorchMesh) -> str:
+    words = [f"{name} {size}" for name, size in mesh.sizes.items() if size > 1]
+    return f"; {' x '.join(words)}" if words else ""

@@ -1,0 +1,31 @@
+"""What tells the parameters of one base from those of another, whatever the mesh."""
+
+import zlib
+
+import torch
+
+from meshwright.engines.torch.collectives import reduced
+from meshwright.engines.torch.plan import Placed, own
+
+_SPREAD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, with bits all over
+
+
+def base_fingerprint(placed: Placed) -> str:
+    """Sums of the numbers' bits, each multiplied by one that its place makes, modulo 2^64.
+
+    Arguments:
+        placed: a model whose tensors are whole in each process, or shared over the `fsdp` axis.
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=placed.mesh.device)
+    for name, tensor in placed.tensors.items():
+        if name in placed.parameters:  # an adapter's
+            continue
+        part = own(tensor)
+        bits = part.float().contiguous().view(torch.int32).to(torch.int64)
+        place = torch.full_like(bits, zlib.crc32(name.encode()))
+        for axis, (first, last) in enumerate(placed.mine(name)):
+            numbers = torch.arange(first, last, device=bits.device)
+            place = (place + numbers.view(-1, *[1] * (bits.dim() - axis - 1))) * _SPREAD[0]
+        total += torch.stack([(bits * (place * spread | 1)).sum() for spread in _SPREAD])
+    mesh = placed.mesh.mesh
+    return "".join(f"{number % 2**64:016x}" for number in reduced(total, mesh and mesh.get_group("fsdp")).tolist())

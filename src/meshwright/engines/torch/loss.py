@@ -1,0 +1,138 @@
+"""Cross-entropy of the tokens that count, in float32, some tokens at a time, and over shares of the vocabulary.
+
+Shapes: N tokens, C tokens of a chunk, D width, V vocabulary (of this process).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from meshwright.engines.torch.collectives import TensorGroup, reduced
+
+
+class _Sum(torch.autograd.Function):
+    """The gradient is computed along with the loss, while the scores of a chunk are at hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        kernel_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        chunk: int,
+        softcap: float,
+        vocab: TensorGroup | None,
+        first: int,
+    ) -> torch.Tensor:
+        wants, wants_kernel = any(ctx.needs_input_grad), ctx.needs_input_grad[1]
+        sums, slopes = _compiled(x_ND.is_cuda)
+        total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        d_x_ND = torch.empty_like(x_ND) if wants else None
+        d_kernel_VD = torch.zeros_like(kernel_VD, dtype=torch.float32) if wants_kernel else None
+        for start in range(0, len(x_ND), chunk):
+            here = slice(start, start + chunk)
+            x_CD, weights_C, local_C = x_ND[here], weights_N[here], targets_N[here] - first
+            scores_CV = scores_of(x_CD, kernel_VD, softcap)
+            largest_C, picked_C = sums(scores_CV, local_C)
+            if vocab is not None:
+                largest_C, picked_C = _over_vocabulary(largest_C, picked_C, vocab)
+            total += ((largest_C - picked_C) * weights_C).sum()
+            if d_x_ND is None:
+                continue
+            d_CV = slopes(scores_CV, largest_C, local_C, weights_C, softcap, x_CD.dtype)
+            d_x_ND[here] = d_CV @ kernel_VD
+            if d_kernel_VD is not None:
+                d_kernel_VD += _product(d_CV.T, x_CD)
+        if d_x_ND is not None:
+            ctx.save_for_backward(d_x_ND, None if d_kernel_VD is None else d_kernel_VD.to(kernel_VD.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        d_x_ND, d_kernel_VD = ctx.saved_tensors
+        scale = gradients[0]
+        d_kernel_VD = None if d_kernel_VD is None else d_kernel_VD * scale.to(d_kernel_VD.dtype)
+        return d_x_ND * scale.to(d_x_ND.dtype), d_kernel_VD, *(None,) * 6
+
+
+def cross_entropy_sum(
+    x_ND: torch.Tensor,
+    kernel_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    *,
+    chunk: int,
+    softcap: float = 0.0,
+    vocab: TensorGroup | None = None,
+    first: int = 0,
+) -> torch.Tensor:
+    """The sum of the token losses, in nats; the same in every process of a tensor group.
+
+    Arguments:
+        x_ND: the residual stream after the last norm.
+        kernel_VD: of the head.
+        targets_N: the token that came.
+        weights_N: 1 where the token counts, 0 where it doesn't.
+        chunk: at most so many tokens at a time.
+        softcap: bound c of the scores, as c tanh(score / c); 0: none.
+        vocab: the processes that share the vocabulary; None: this one has it all. The gradient of `x_ND` is then of
+            this process's share.
+        first: the token of the first row of `kernel_VD`.
+    """
+    return _Sum.apply(x_ND, kernel_VD, targets_N, weights_N, chunk, softcap, vocab, first)
+
+
+def scores_of(x_CD: torch.Tensor, kernel_VD: torch.Tensor, softcap: float = 0.0) -> torch.Tensor:
+    """What the head gives, `[C, V]` float32."""
+    scores_CV = _product(x_CD, kernel_VD.T)
+    return torch.tanh(scores_CV / softcap) * softcap if softcap else scores_CV
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` in float32, whatever the type of what is multiplied."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _sums(scores_CV: torch.Tensor, local_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token, the logarithm of the sum of the scores' exponentials, and the target's score or 0, `[C]`."""
+    is_here_C = (local_C >= 0) & (local_C < scores_CV.shape[1])
+    picked_C = scores_CV.gather(1, torch.where(is_here_C, local_C, 0)[:, None])[:, 0]
+    return scores_CV.logsumexp(dim=1), torch.where(is_here_C, picked_C, 0.0)
+
+
+def _slopes(
+    scores_CV: torch.Tensor,
+    largest_C: torch.Tensor,
+    local_C: torch.Tensor,
+    weights_C: torch.Tensor,
+    softcap: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient of the loss sum by what the head's product gives."""
+    is_target_CV = torch.arange(scores_CV.shape[1], device=scores_CV.device) == local_C[:, None]
+    d_CV = ((scores_CV - largest_C[:, None]).exp() - is_target_CV.float()) * weights_C[:, None]
+    if softcap:
+        d_CV = d_CV * (1 - (scores_CV / softcap).square())
+    return d_CV.to(dtype)
+
+
+@cache
+def _compiled(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # Both are bound by the memory of a card, where a compiled one reads the scores once or twice.
+    return (torch.compile(_sums), torch.compile(_slopes)) if is_cuda else (_sums, _slopes)
+
+
+def _over_vocabulary(
+    largest_C: torch.Tensor, picked_C: torch.Tensor, vocab: TensorGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_sums` gives, of all shares of the vocabulary."""
+    highest_C = reduced(largest_C, vocab.group, "max")
+    total_2C = reduced(torch.stack([(largest_C - highest_C).exp(), picked_C]), vocab.group)
+    return total_2C[0].log() + highest_C, total_2C[1]

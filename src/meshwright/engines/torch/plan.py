@@ -1,0 +1,167 @@
+"""The model of a run on its mesh: cut, sharded, and filled; and where each of its parameters lies.
+
+Tensor parallelism cuts first, then FSDP2 shards what each process has, a block at a time; replicas are FSDP2's, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.config import Run
+from meshwright.engines.torch.build import skeleton, tensor_shapes, tensors_of_model
+from meshwright.engines.torch.lora import attach, initial
+from meshwright.engines.torch.loss_model import LossModel
+from meshwright.engines.torch.mesh import TorchMesh, compute_dtype
+from meshwright.engines.torch.names import Names
+from meshwright.engines.torch.tensor_plans import cut
+from meshwright.engines.torch.weights import Weights
+from meshwright.models.spec import ModelSpec
+
+_CHUNKS = {"cpu": 512, "cuda": 4096}  # tokens whose scores are made at a time
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class Placed:
+    """A run's model on this process's device.
+
+    Arguments:
+        run, spec: the run and its architecture.
+        mesh: of all processes.
+
+    Raises:
+        UserError: the model can't be made, or not be cut so.
+    """
+
+    def __init__(self, run: Run, spec: ModelSpec, mesh: TorchMesh):
+        self.mesh, self.dtype = mesh, compute_dtype(run, mesh.device)
+        model = skeleton(spec)
+        self.names = Names(spec, tensor_shapes(model))
+        """How its tensors make up our parameters."""
+        self.config = model.config
+        if run.lora.rank:
+            attach(model, spec, run.lora, self.names)
+        if mesh.tensor and mesh.mesh:
+            cut(model, mesh.tensor, mesh.mesh["tensor"])
+        blocks = blocks_of(model)
+        for block in blocks:
+            _prepare_block(block, run, compiled=mesh.device.type == "cuda" and not spec.experts)
+        self.module = LossModel(model, spec, mesh.tensor, _CHUNKS[mesh.device.type])
+        self.is_sharded = mesh.mesh is not None
+        if self.is_sharded:
+            self._shard(blocks)
+        buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
+        _materialize(model, mesh.device, buffers)
+        self.tensors = tensors_of_model(model)
+        """The model's tensors as they are stored, by name."""
+        self.parameters = {name: t for name, t in self.tensors.items() if t.requires_grad}
+        """Those that are trained."""
+        self.is_matrix = {name: len(self.names.theirs.get(name, "ab")) >= 2 for name in self.parameters}
+        """Whether each is a matrix in a checkpoint; weight decay is for these."""
+        self.stored = self.parameters if run.lora.rank else self.tensors
+        """What a checkpoint holds."""
+
+    def fill(self, weights: Weights) -> None:
+        """Give every tensor of the model its numbers; of each just this process's part is kept.
+
+        Arguments:
+            weights: where they come from.
+        """
+        for name, shape in self.names.theirs.items():
+            tensor, index = self.tensors[name], tuple(slice(*cut) for cut in self.mine(name))
+            if tuple(tensor.shape) == shape:
+                values = weights.tensor(name, index)
+            else:  # of several maps in one
+                whole = weights.tensor(name, tuple(slice(0, size) for size in shape))
+                values = whole.reshape(tuple(tensor.shape))[index]
+            own(tensor).copy_(torch.from_numpy(values.copy()))
+
+    def fill_adapters(self, seed: int) -> None:
+        """Give adapters the numbers that they start from.
+
+        Arguments:
+            seed: the run's.
+        """
+        for name, tensor in self.parameters.items():
+            index = tuple(slice(*cut) for cut in self.mine(name))
+            own(tensor).copy_(torch.from_numpy(initial(name, tuple(tensor.shape), seed)[index]))
+
+    def mine(self, name: str) -> list[tuple[int, int]]:
+        """Which places of each axis this process holds."""
+        tensor = self.tensors[name]
+        cuts = [(0, size) for size in tensor.shape]
+        if not isinstance(tensor, DTensor) or self.mesh.mesh is None:
+            return cuts
+        axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+        for axis in ("tensor", "fsdp"):  # in the order in which they were cut
+            placement = axes.get(axis)
+            if placement is None or not hasattr(placement, "dim"):
+                continue
+            first, last = cuts[placement.dim]
+            each = -(-(last - first) // self.mesh.sizes[axis])
+            start = first + each * self.mesh.place(axis)
+            cuts[placement.dim] = (min(start, last), min(start + each, last))
+        return cuts
+
+    def _shard(self, blocks: list[nn.Module]) -> None:
+        assert self.mesh.mesh is not None
+        kept = None if self.dtype == torch.float32 else self.dtype
+        policy = MixedPrecisionPolicy(param_dtype=kept, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in (*blocks, self.module):
+            # Where nothing is shared out, what was made for the forward pass serves the backward pass, too.
+            again = self.mesh.sizes["fsdp"] > 1 and module is not self.module
+            place = self.mesh.mesh["data", "fsdp"]
+            shard: Any = fully_shard(module, mesh=place, mp_policy=policy, reshard_after_forward=again)
+            # Sums are wanted: the loss is divided by the tokens of the whole batch.
+            shard.set_gradient_divide_factor(1.0)
+            shard.set_force_sum_reduction_for_comms(True)
+
+    @contextmanager
+    def used(self) -> Iterator[LossModel]:
+        """The module to call without gradients; what was gathered for it is given back."""
+        with torch.no_grad():
+            yield self.module
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process stores."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """The layers of a model, in order: its longest list of modules."""
+    lists = [list(module) for module in model.base_model.children() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def _prepare_block(block: Any, run: Run, *, compiled: bool) -> None:
+    if run.train.remat != "none":
+        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        more = {"context_fn": contexts} if run.train.remat == "products" else {}
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
+    if compiled:
+        block.forward = torch.compile(block.forward)
+
+
+def _keep_products(_context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if function in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _materialize(model: Any, device: torch.device, buffers: dict[str, torch.Tensor]) -> None:
+    """Give parameters memory, which parts what is tied and empties buffers: so these are put back."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is table.weight
+    model.to_empty(device=device)
+    if tied:
+        head.weight = table.weight
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = buffer

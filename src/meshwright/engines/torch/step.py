@@ -1,0 +1,135 @@
+"""One update, and one evaluation, on one global batch.
+
+Shapes: A micro-batches of M rows (of this process), T time.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshwright.config import Run
+from meshwright.data.examples import Batch
+from meshwright.engines.torch.collectives import reduced
+from meshwright.engines.torch.loss_model import Rows
+from meshwright.engines.torch.optimizer import Optimizer
+from meshwright.engines.torch.plan import Placed, own
+
+
+class Step:
+    """Trains a model.
+
+    Arguments:
+        run: seed, clipping and what to do with a loss that isn't finite are read.
+        placed: the model, whose parameters change in place.
+        optimizer: of its parameters.
+    """
+
+    def __init__(self, run: Run, placed: Placed, optimizer: Optimizer):
+        self._run, self._placed, self._optimizer = run, placed, optimizer
+        self._everywhere = [name for name, p in placed.parameters.items() if not _is_cut(p)]
+
+    def __call__(self, batch: Batch, stop: int) -> dict[str, Any]:
+        """One update; see `Engine.train_step`."""
+        placed, optimizer, mesh = self._placed, self._optimizer, self._placed.mesh
+        rows_A = place(batch, placed)
+        tokens = reduced(sum(rows.weights_MT.sum() for rows in rows_A), mesh.batch_group)  # type: ignore[arg-type]
+        loss = self._accumulate(rows_A, tokens.clamp(min=1.0)) / tokens.clamp(min=1.0)
+        gradients = self._gradients()
+        norm = self._norm(gradients)
+        if self._run.optimizer.clip_norm:
+            shrink = (self._run.optimizer.clip_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
+            torch._foreach_mul_(list(gradients.values()), shrink)
+        values = {"loss": loss, "grad_norm": norm, "tokens": tokens, "learning_rate": optimizer.rate(optimizer.count)}
+        if mesh.mesh is not None:
+            values["stop"] = reduced(torch.tensor(stop, device=mesh.device), dist.group.WORLD, "max")
+        # Under `skip` the host waits for the device here, as it must not begin what it would have to undo.
+        if self._run.train.on_nonfinite == "skip" and not bool(torch.isfinite(loss + norm)):
+            optimizer.skip()
+        else:
+            optimizer.step({name: own(p) for name, p in placed.parameters.items()}, gradients)
+        for parameter in placed.parameters.values():
+            parameter.grad = None
+        return values
+
+    def _accumulate(self, rows_A: list[Rows], tokens: torch.Tensor) -> torch.Tensor:
+        """Leave the gradients of the loss with the parameters, and return its sum over the global batch."""
+        module, total = self._placed.module, torch.zeros((), device=self._placed.mesh.device)
+        module.train()
+        for number, rows in enumerate(rows_A):
+            if isinstance(module, FSDPModule):  # before the last, each process adds up its own
+                module.set_requires_gradient_sync(number == len(rows_A) - 1)
+            if self._run.model.dropout:
+                torch.manual_seed(self._dropout_seed(number))
+            loss, objective = module(module.loss, rows)
+            (objective / tokens).backward()
+            total += loss
+        return reduced(total, self._placed.mesh.batch_group)
+
+    def _dropout_seed(self, number: int) -> int:
+        mesh = self._placed.mesh
+        place = [self._run.seed, self._optimizer.count, number, mesh.place("data"), mesh.place("fsdp")]
+        return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """Of each parameter the part that this process stores."""
+        found = {
+            name: torch.zeros_like(own(p)) if p.grad is None else own(p.grad)
+            for name, p in self._placed.parameters.items()
+        }
+        tensor = self._placed.mesh.tensor
+        if tensor is not None:  # what isn't cut has a part of its gradient in each process
+            parts = [found[name].flatten() for name in self._everywhere]
+            summed = reduced(torch.cat(parts), tensor.group).split([len(part) for part in parts])
+            for name, part in zip(self._everywhere, summed, strict=True):
+                found[name] = part.view_as(found[name]).clone()
+        return found
+
+    def _norm(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of the gradient of the whole model, each number of it counted once."""
+        mesh, everywhere = self._placed.mesh, set(self._everywhere)
+        total = _squares([gradients[name] for name in gradients if name in everywhere], mesh.device)
+        if mesh.tensor is not None:
+            cut = _squares([gradients[name] for name in gradients if name not in everywhere], mesh.device)
+            total = total + reduced(cut, mesh.tensor.group)
+        return reduced(total, None if mesh.mesh is None else mesh.mesh.get_group("fsdp")).sqrt()
+
+
+def evaluate(placed: Placed, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss sum of a global batch and the count of its tokens, without dropout."""
+    total = torch.zeros(2, device=placed.mesh.device)
+    with placed.used() as module:
+        module.eval()
+        for rows in place(batch, placed):
+            total += torch.stack([module(module.loss, rows)[0], rows.weights_MT.sum()])
+    loss, tokens = reduced(total, placed.mesh.batch_group)
+    return loss, tokens
+
+
+def place(batch: Batch, placed: Placed) -> list[Rows]:
+    """This process's rows of a global batch, `[A M, T]`, as A micro-batches on its device."""
+
+    def on_device(x: np.ndarray | None) -> list[Any]:
+        if x is None:
+            return [None] * placed.mesh.accumulate
+        kind = torch.float32 if x.dtype.kind == "f" else torch.int64
+        host = torch.from_numpy(np.ascontiguousarray(x)).to(kind)
+        host = host.pin_memory() if placed.mesh.device.type == "cuda" else host
+        return list(host.to(placed.mesh.device, non_blocking=True).chunk(placed.mesh.accumulate))
+
+    return [Rows(*parts) for parts in zip(*map(on_device, batch), strict=True)]
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors)).square().sum()

@@ -1,0 +1,62 @@
+"""What the PyTorch engine doesn't have, said before anything is built."""
+
+from typing import Any
+
+from meshwright.config import MESH_AXES, Run
+from meshwright.errors import UserError
+from meshwright.models.spec import ModelSpec
+
+AXES = ("data", "fsdp", "tensor")
+"""The axes of its mesh, the one between the most distant devices first."""
+ROUTERS = ("mixtral", "qwen3_moe")
+"""Families whose routers' losses it computes."""
+
+
+def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metrics: Any) -> None:
+    """Refuse what just the JAX engine can do.
+
+    Arguments:
+        run, spec: the run and its architecture.
+        model, optimizer, metrics: what was given from Python to `meshwright.train`; None: nothing.
+
+    Raises:
+        UserError: something is asked for that the PyTorch engine lacks.
+    """
+    for name, given in (("model", model), ("optimizer", optimizer), ("metrics", metrics)):
+        if given:
+            raise UserError(f'{name}: is for the JAX engine, where it is Flax and Optax; set engine = "jax"')
+    for axis in MESH_AXES:
+        if axis not in AXES and (size := getattr(run.mesh, axis)) != 1:
+            raise UserError(
+                f'mesh.{axis} = {size}: the PyTorch engine has {", ".join(AXES)} alone; set it to 1, or engine = "jax"'
+            )
+    if run.optimizer.kind not in ("adamw", "lion"):
+        raise _not_here("optimizer.kind", run.optimizer.kind, "has adamw and lion")
+    if run.train.scan_layers:
+        raise _not_here("train.scan_layers", True, "doesn't compile layers in a loop")
+    if run.launch.devices_per_worker > 1:
+        raise UserError(
+            f"launch.devices_per_worker = {run.launch.devices_per_worker}: a process of the PyTorch engine has one "
+            "device; leave it out, and set launch.workers to the number of devices"
+        )
+    if spec.dropout and run.mesh.tensor not in (1,):
+        raise _not_here("model.dropout", spec.dropout, "has none under mesh.tensor")
+    if run.lora.rank and run.mesh.tensor != 1:
+        raise _not_here("mesh.tensor", run.mesh.tensor, "doesn't cut adapters")
+    if spec.experts:
+        _check_experts(run, spec)
+
+
+def _check_experts(run: Run, spec: ModelSpec) -> None:
+    if spec.capacity_factor:
+        raise _not_here("model.capacity_factor", spec.capacity_factor, "drops no token")
+    if run.mesh.tensor != 1:
+        raise _not_here("mesh.tensor", run.mesh.tensor, "doesn't cut experts")
+    for key in ("balance_loss", "router_z_loss"):
+        if getattr(spec, key) and spec.family not in ROUTERS:
+            raise _not_here(f"model.{key}", getattr(spec, key), f"computes it for {' and '.join(ROUTERS)} alone")
+
+
+def _not_here(key: str, value: Any, why: str) -> UserError:
+    shown = repr(value).lower() if isinstance(value, bool) else repr(value)
+    return UserError(f'{key} = {shown}: the PyTorch engine {why}; change it, or set engine = "jax"')

@@ -1,0 +1,114 @@
+"""What the PyTorch engine lacks is said before anything is built, with what to do."""
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import meshwright as mw
+from meshwright.engines.torch.engine import TorchEngine
+from meshwright.engines.torch.mesh import check_mesh, mesh_sizes
+from meshwright.engines.torch.optimizer import make_schedule
+from meshwright.errors import UserError
+
+LLAMA = {"preset": "llama-tiny", "vocab_size": 97}
+
+
+def make_run(**sections):
+    values = {"engine": "torch", "data": {"train": "x"}, "model": {**LLAMA, **sections.pop("model", {})}, **sections}
+    return mw.make_run(values)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"mesh": {"pipeline": 2}}, "mesh.pipeline = 2: the PyTorch engine has data, fsdp, tensor alone"),
+        ({"mesh": {"context": 2}}, "mesh.context = 2"),
+        ({"mesh": {"expert": 2}}, "mesh.expert = 2"),
+        ({"optimizer": {"kind": "muon"}}, "optimizer.kind = 'muon': the PyTorch engine has adamw and lion"),
+        ({"train": {"scan_layers": True}}, "train.scan_layers = true"),
+        (
+            {"launch": {"devices_per_worker": 2}},
+            "launch.devices_per_worker = 2: a process of the PyTorch",
+        ),
+        ({"model": {"dropout": 0.1}, "mesh": {"data": 1, "tensor": 2}}, "model.dropout = 0.1"),
+        (
+            {"model": {"preset": "moe-tiny"}, "mesh": {"data": 1, "tensor": 2}},
+            "mesh.tensor = 2: .* experts",
+        ),
+        ({"model": {"preset": "moe-tiny", "capacity_factor": 1.0}}, "model.capacity_factor = 1.0"),
+        ({"model": {"preset": "deepseek-tiny"}}, "model.balance_loss = 0.01"),
+        ({"model": {"preset": "minigpt-tiny"}}, "model.family = 'minigpt': has no Hugging Face form"),
+    ],
+)
+def test_what_is_not_there_is_named(sections, said):
+    run = make_run(**sections)
+    with pytest.raises(UserError, match=said) as raised:
+        TorchEngine(run, run.model.spec)
+    assert "\n" not in str(raised.value)
+
+
+def test_parts_from_python_are_for_jax(tmp_path):
+    run = make_run()
+    for name in ("model", "optimizer", "metrics"):
+        with pytest.raises(UserError, match=rf'{name}: is for the JAX engine.*set engine = "jax"'):
+            TorchEngine(run, run.model.spec, **{name: {"anything": 1}})
+
+
+def test_plans_are_made_for_jax():
+    with pytest.raises(UserError, match=r'engine = "torch": plans are made for the JAX engine'):
+        mw.plan(make_run())
+
+
+@pytest.mark.parametrize(
+    ("sections", "sizes", "said"),
+    [
+        (
+            {"train": {"batch_size": 6}},
+            (2, 2, 1),
+            "micro_batch_size = 6: must be a multiple of .* = 4",
+        ),
+        ({"model": {"kv_heads": 1}}, (1, 1, 2), r"mesh.tensor = 2: must divide model.kv_heads = 1 \(it leaves 1\)"),
+        ({}, (1, 1, 8), r"mesh.tensor = 8: must divide model.heads = 4 \(it leaves 4\)"),
+        ({"train": {"sequence_length": 33}}, (1, 1, 2), "must divide train.sequence_length = 33"),
+        ({"model": {"ffn_width": 65}}, (1, 1, 2), "must divide model.ffn_width = 65"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(sections, sizes, said):
+    run = make_run(**sections)
+    with pytest.raises(UserError, match=said):
+        check_mesh(run, run.model.spec, dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+
+
+def test_sizes_make_up_the_processes():
+    assert mesh_sizes(make_run(mesh={"fsdp": 2}), 8) == {"data": 4, "fsdp": 2, "tensor": 1}
+    with pytest.raises(UserError, match=r"data 3 = 3 devices, but there are 4 processes"):
+        mesh_sizes(make_run(mesh={"data": 3}), 4)
+    with pytest.raises(UserError, match=r"mesh.data = -1: what is left of 4 processes after tensor 3 = 3 isn't whole"):
+        mesh_sizes(make_run(mesh={"tensor": 3}), 4)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_schedules_are_those_of_the_jax_engine(kind, warmup):
+    from meshwright.engines.jax.optimizer import make_schedule as theirs
+
+    schedule = {"kind": kind, "warmup_steps": warmup, "final_share": 0.0, "decay_steps": 9 if kind == "wsd" else 0}
+    run = make_run(schedule=schedule, train={"steps": 40})
+    ours, jax = make_schedule(run), theirs(run, run.optimizer.learning_rate)
+    for count in range(45):
+        assert ours(count) == pytest.approx(float(jax(count)), rel=1e-5, abs=1e-9)
+
+
+def test_torch_without_transformers_is_asked_for(monkeypatch):
+    import sys
+
+    from meshwright.api import _make_engine
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [name for name in sys.modules if name.startswith("meshwright.engines.torch")]:
+        monkeypatch.delitem(sys.modules, name)
+    run = make_run()
+    with pytest.raises(UserError, match=re.escape("pip install 'meshwright[torch]'")):
+        _make_engine(run, run.model.spec, model=None)
