@@ -21,9 +21,11 @@ from pydantic import (
     model_validator,
 )
 
+from meshwright.config_launch import LaunchSection
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ModelSpec
 from meshwright.starting import from_checkpoint, from_preset, tokenizer_of
+from meshwright.storage.store import copy_of, is_remote
 
 
 def _mesh_size(value: int) -> int:
@@ -297,19 +299,6 @@ class CheckpointSection(Section):
     """The newest ones to keep; the best by validation loss stays besides."""
 
 
-class LaunchSection(Section):
-    """Where the run runs."""
-
-    kind: Literal["local", "processes", "ray"] = "local"
-    """`local`: in this process. `processes`: in several of this machine, as one. `ray`: `prepare` on a Ray cluster."""
-    address: str = ""
-    """The Ray cluster's; empty: `RAY_ADDRESS`, and without that one of this machine is started and stopped."""
-    workers: PositiveInt = 1
-    """How many processes, under `processes`."""
-    devices_per_worker: NonNegativeInt = 0
-    """Devices of each process: on a CPU virtual ones, on GPUs its share of the cards. 0: what there is."""
-
-
 class TrackSection(Section):
     """Trackers beside `metrics.jsonl`, which is always written."""
 
@@ -327,7 +316,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial parameters, the order of the data, dropout and samples."""
     run_dir: str = ""
-    """Folder of the run; empty: `runs/<name>`."""
+    """Folder of the run, or `s3://bucket/path` or `gs://bucket/path`; empty: `runs/<name>`."""
     data: DataSection
     tokenizer: TokenizerSection = TokenizerSection()
     model: ModelSection
@@ -396,10 +385,6 @@ class Run(Section):
             raise ValueError(
                 f"mesh.pipeline_rounds = {self.mesh.pipeline_rounds}: needs mesh.pipeline of 2 or more; leave it out"
             )
-        if self.launch.kind != "processes" and self.launch.workers > 1:
-            raise ValueError(
-                f'launch.workers = {self.launch.workers}: needs launch.kind = "processes"; set it, or leave workers out'
-            )
 
     def _check_stream(self) -> None:
         data, launch = self.data, self.launch
@@ -422,8 +407,8 @@ class Run(Section):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
-        return Path(self.run_dir or f"runs/{self.name}")
+        """The run directory; of one on an object store this machine's copy."""
+        return copy_of(self.run_dir) if is_remote(self.run_dir) else Path(self.run_dir or f"runs/{self.name}")
 
     @property
     def micro_batch_size(self) -> int:

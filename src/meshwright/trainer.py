@@ -25,7 +25,8 @@ from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.recorder import Recorder
 from meshwright.rundir import RunDirectory
-from meshwright.signals import stop_signals
+from meshwright.signals import Stop, stop_signals
+from meshwright.storage.mirror import mirror_of
 from meshwright.track.console import Console, Summary
 from meshwright.track.report import write_report
 from meshwright.track.trackers import Trackers
@@ -57,6 +58,8 @@ def train(
     source: Source | None = None,
     group: Group = ALONE,
     feed: Feed | None = None,
+    stop: Stop | None = None,
+    on_committed: Callable[[Checkpoint], None] | None = None,
 ) -> Outcome:
     """Train as a run file says; go on from the newest sound checkpoint where there is one.
 
@@ -67,6 +70,8 @@ def train(
         source: documents from Python in place of `data.train`.
         group: the processes that train together, each calling this. One of them speaks and writes for all.
         feed: makes the examples on the way, in place of stores that are prepared.
+        stop: asks for an end; None: this process's signals do.
+        on_committed: told of each new checkpoint when it is whole, in every process, after the same step.
 
     Raises:
         UserError: the data, the run directory or a checkpoint doesn't fit the run, or the loss stopped being finite.
@@ -76,6 +81,8 @@ def train(
         directory = RunDirectory(run.directory)
         if group.is_primary:
             closing.enter_context(directory.locked())
+        if mirror := mirror_of(run.run_dir, group, console.note):
+            closing.enter_context(mirror)
         trackers = closing.enter_context(Trackers(run, directory if group.is_primary else None, console))
         if feed:
             corpus = feed.corpus(console.prepare_progress, console.note)
@@ -83,7 +90,13 @@ def train(
             corpus = prepare_once(run, source, console, group)
         tokenizer, spec = corpus.tokenizer(), resolve_spec(run, corpus)
         eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
-        checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
+        checkpoints = Checkpoints(
+            directory.checkpoints,
+            run.checkpoint.keep,
+            commits=group.is_primary,
+            on_committed=on_committed,
+            reader=mirror,
+        )
         checkpoints.sweep()
         started_as = _with_start(run, corpus, checkpoints, trackers.note, group)
         engine = make_engine(started_as, spec)
@@ -96,7 +109,7 @@ def train(
             directory.begin(run, spec, tokenizer, corpus.path if source else None)
         trackers.start(_header(run, engine, corpus, data), start)
         recorder = Recorder(run, trackers, start, tokens, data.taken)
-        stop = closing.enter_context(stop_signals())
+        stop = stop or closing.enter_context(stop_signals())
 
         step, evaluation, ended_by = start, {}, 0
         for step, batch in enumerate(data.batches(start, engine.rows), start + 1):

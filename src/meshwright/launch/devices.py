@@ -12,6 +12,7 @@ from meshwright.errors import UserError
 from meshwright.launch.group import JaxGroup
 
 _HEARTBEAT_SECONDS = 20
+_LOOPBACK = "127.0.0.1"
 _THREADS = 64
 
 
@@ -55,7 +56,7 @@ def shares_of_cards(run: Run) -> list[dict[str, str]]:
     Raises:
         UserError: there are too few NVIDIA cards, or they can't be shared equally.
     """
-    workers, each = run.launch.workers, run.launch.devices_per_worker
+    workers, each = run.launch.processes, run.launch.devices_per_worker
     if on_cpu():
         return [{} for _ in range(workers)]
     key = f"launch.workers = {workers}" + (f" with launch.devices_per_worker = {each}" if each else "")
@@ -69,11 +70,11 @@ def shares_of_cards(run: Run) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(cards[i * each : (i + 1) * each])} for i in range(workers)]
 
 
-def join(port: int, rank: int, size: int) -> JaxGroup:
-    """Become one of the processes of a run on this machine; call it before JAX starts its backend.
+def join(address: str, rank: int, size: int) -> JaxGroup:
+    """Become one of the processes of a run; call it before JAX starts its backend.
 
     Arguments:
-        port: where rank 0 listens, on this machine alone.
+        address: `host:port` where rank 0 listens; with `127.0.0.1` on its machine alone.
         rank: of this process.
         size: how many there are.
 
@@ -84,8 +85,9 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
     import jax
     from jax._src import distributed
 
-    # gRPC would ask the user's proxy for this machine itself, and JAX warns of that.
-    os.environ.setdefault("no_grpc_proxy", "127.0.0.1")
+    host = address.rpartition(":")[0]
+    # gRPC would ask the user's proxy for a machine beside this one, and JAX warns of that.
+    os.environ.setdefault("no_grpc_proxy", host)
     jax.config.update("jax_check_proxy_envs", False)
     # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
     jax.config.update("jax_enable_preemption_service", False)
@@ -97,10 +99,10 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
         # could be taken for another's: each process might come to it in another order.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(
-        f"127.0.0.1:{port}",
+        address,
         size,
         rank,
-        coordinator_bind_address=f"127.0.0.1:{port}",
+        coordinator_bind_address=address if host == _LOOPBACK else None,
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
