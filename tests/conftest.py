@@ -8,9 +8,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="meshwright-tests-"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# What is left of compiling is mostly LLVM's optimizer, and tiny programs run as fast without it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 sys.path.insert(0, str(Path(__file__).parent))
+
+from helpers import QUICK
+
+os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
 def pytest_unconfigure(config):
