@@ -23,6 +23,7 @@ from meshwright.errors import UserError
 from meshwright.launch.devices import prepare_devices
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
+from meshwright.resuming import data_identity, run_identity
 from meshwright.rundir import RunDirectory
 from meshwright.storage.mirror import Reader, local_run
 from meshwright.storage.store import is_remote
@@ -229,7 +230,7 @@ class TrainedRun:
         engine = make_engine(run, run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():
             raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another checkpoint")
-        model = {**trainer.run_identity(self.run, self.run.model.spec), **engine.identity}
+        model = {**run_identity(self.run, self.run.model.spec), **engine.identity}
         model = {key: value for key, value in model.items() if key.startswith(("model", "lora"))}
         check_identity(self.checkpoint, model, "Open the run with the model that it was trained with.")
         try:
@@ -256,7 +257,7 @@ class TrainedRun:
         else:
             corpus = prepare(self.run, console=console)
         advice = "Put the data back as it was when the run was trained."
-        check_identity(self.checkpoint, trainer.data_identity(corpus), advice)
+        check_identity(self.checkpoint, data_identity(corpus), advice)
         return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, corpus, self.run)}
 
     def generate(

@@ -23,8 +23,8 @@ from meshwright.errors import UserError
 from meshwright.hub import write
 from meshwright.models.spec import preset
 from meshwright.models.targets import ALL, adapters_of
+from meshwright.resuming import run_identity
 from meshwright.track.metrics import read_metrics
-from meshwright.trainer import run_identity
 
 LORA = {"rank": 4, "alpha": 8.0}
 LEARNS = {"optimizer": {"learning_rate": 3e-3}, "schedule": {"kind": "constant"}}
