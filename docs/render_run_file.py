@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshwright.config import DataSection, MixedSource, ModelSection, Run, Section, SourceKeys, WeightFrom
+from meshwright.config import ModelSection, Run
+from meshwright.config_base import Section
+from meshwright.config_data import DataSection, MixedSource, SourceKeys, WeightFrom
 from meshwright.models.spec import ModelSpec, presets
 
 PAGE = Path(__file__).with_name("run-file.md")

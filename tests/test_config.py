@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from helpers import run_values
 
-from meshwright.config import MixedSource, Run, WeightFrom, load_run, make_run
+from meshwright.config import Run, load_run, make_run
+from meshwright.config_data import MixedSource, WeightFrom
 from meshwright.errors import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -3,7 +3,9 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveFloat, Tag, model_validator
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, Tag, model_validator
+
+from meshwright.config_base import Section
 
 
 def _one_or_two(value: Any) -> str:
@@ -17,10 +19,8 @@ Workers = Annotated[
 ]
 
 
-class LaunchSection(BaseModel):
+class LaunchSection(Section):
     """Where the run runs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     kind: Literal["local", "processes", "ray"] = "local"
     """`local`: in this process. `processes`: in several, as one. `ray`: on a Ray cluster."""

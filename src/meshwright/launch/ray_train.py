@@ -7,6 +7,7 @@ lost; where they go on is told by the run directory alone.
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshwright.launch.ray_desk import Desk, News
 from meshwright.launch.ray_scaling import Scale, scale_of, scaling_config, what_is_there
 from meshwright.launch.ray_worker import MOVE, Task, train_worker
 from meshwright.signals import Stop, stop_signals
+from meshwright.storage.lease import JOB
 from meshwright.storage.store import is_remote
 from meshwright.track.console import Console
 from meshwright.trainer import Outcome
@@ -55,10 +57,11 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
         closing.callback(desk.close.remote)
         directory = run.directory.absolute()
         directory.mkdir(parents=True, exist_ok=True)
+        job = uuid.uuid4().hex
         closing.callback(_remove_snapshots, directory)
         while True:
             _remove_snapshots(directory)
-            fit = _Fit(_make_trainer(run, directory, scale, desk, parts or {}))
+            fit = _Fit(_make_trainer(run, directory, scale, desk, job, parts or {}))
             fit.start()
             if not _attend(ray, run, scale, desk, fit, console, stop):
                 committed = Checkpoints(run.directory / "checkpoints", 1).committed()
@@ -86,7 +89,7 @@ def worker_environment(platform: str, directory: Path) -> dict[str, str]:
     return {**compiled, **passed, **own}
 
 
-def _make_trainer(run: Run, directory: Path, scale: Scale, desk: Any, parts: dict[str, Any]) -> Any:
+def _make_trainer(run: Run, directory: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
     from ray.train.v2.jax import JaxTrainer
 
@@ -103,7 +106,7 @@ def _make_trainer(run: Run, directory: Path, scale: Scale, desk: Any, parts: dic
             storage_path=str(directory.parent),
             failure_config=FailureConfig(max_failures=run.launch.max_failures),
             callbacks=[_tell_of_failures(desk, run.launch.max_failures)],
-            worker_runtime_env={"env_vars": worker_environment(scale.platform, directory)},
+            worker_runtime_env={"env_vars": {JOB: job, **worker_environment(scale.platform, directory)}},
         ),
     )
 
