@@ -62,6 +62,7 @@ MISTAKES = [
     ({"launch": {"kind": "processes", "workers": [1, 2]}}, r"launch\.workers = \[1, 2\]: needs launch\.kind = \"ray\""),
     ({"launch": {"coordinator": "a:1"}}, r"launch\.coordinator = 'a:1': needs launch\.kind = \"processes\""),
     ({"launch": {"kind": "processes", "coordinator": "a"}}, r"launch\.coordinator = 'a': must be host:port"),
+    ({"launch": {"kind": "processes", "coordinator": "fd00::1:7"}}, r"must be host:port, as .* or \[fd00::1\]:7777"),
     (
         {"launch": {"kind": "processes", "workers": 2, "coordinator": "a:1", "index": 2}},
         r"launch\.index = 2: must be less than launch\.workers = 2; count from 0",

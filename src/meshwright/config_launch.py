@@ -85,8 +85,10 @@ class LaunchSection(Section):
                 raise ValueError(
                     f'{key} = {getattr(self, key)!r}: needs launch.kind = "processes"; set it, or leave it out'
                 )
-        if self.coordinator and not re.fullmatch(r"\S+:\d+", self.coordinator):
-            raise ValueError(f"coordinator = {self.coordinator!r}: must be host:port, as 10.0.0.1:7777")
+        if self.coordinator and not re.fullmatch(r"(\[[^\s\]]+\]|[^\s:]+):\d+", self.coordinator):
+            raise ValueError(
+                f"coordinator = {self.coordinator!r}: must be host:port, as 10.0.0.1:7777 or [fd00::1]:7777"
+            )
         if self.index >= 0 and self.workers and self.index >= self.most:
             raise ValueError(f"index = {self.index}: must be less than launch.workers = {self.most}; count from 0")
 

@@ -1,5 +1,6 @@
 """Workers that are started by hand: they find each other, train as one, and none hangs without the others."""
 
+import fcntl
 import os
 import re
 import signal
@@ -15,7 +16,9 @@ from helpers import MAIN, kill, meshwright, run_values, wait_for, write_corpus, 
 
 import meshwright as mw
 from meshwright.errors import UserError
+from meshwright.launch import roll_call as roll_call_module
 from meshwright.launch.by_hand import place_by_hand
+from meshwright.launch.devices import own_address
 from meshwright.launch.roll_call import roll_call
 from meshwright.track.metrics import read_metrics
 
@@ -267,3 +270,17 @@ def test_which_runs_are_started_by_hand():
 def test_keys_that_are_missing_or_wrong(launch, expected):
     with pytest.raises(UserError, match=expected):
         place_by_hand(make(**launch), {})
+
+
+def test_a_wait_for_others_among_many_open_files():
+    """`select` can't take a file whose number is 1,024 or more."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500)) as high:
+        assert not roll_call_module._has_hung_up(high)
+        theirs.close()
+        assert roll_call_module._has_hung_up(high)
+
+
+def test_the_address_by_which_others_are_reached():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("no-such-host.invalid") == ""

@@ -201,6 +201,9 @@ def a_run(**launch) -> Run:
             [{"TPU": 4}],
             r"launch\.workers = 3: must be a multiple of the 2 workers of a slice",
         ),
+        ({"accelerator": "TPU-V4", "devices_per_worker": 1}, [{"TPU": 4}], Scale("tpu", 1, 1, 1, {"TPU": 1})),
+        ({"accelerator": "TPU-V4"}, [{"TPU": 4}], Scale("tpu", 1, 1, 4, {"TPU": 4})),
+        ({"accelerator": "TPU-V4", "workers": 2}, [{"TPU": 4}], r"launch\.workers = 2: needs launch\.topology"),
     ],
 )
 def test_workers_fit_the_cluster(monkeypatch, launch, nodes, expected):

@@ -4,12 +4,13 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 from processes import run_processes
 
 from meshwright.errors import UserError
 from meshwright.launch import shared_storage
 from meshwright.launch.group import ALONE, Group
-from meshwright.launch.shared_storage import check_shared
+from meshwright.launch.shared_storage import check_seen, check_shared
 
 
 def checked(group: Group, layouts: list[list[str]]) -> list[str]:
@@ -55,3 +56,11 @@ def test_three_workers(tmp_path):
 def test_alone_there_is_nothing_to_check(tmp_path):
     check_shared(tmp_path / "not made", ALONE)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_single_worker_elsewhere_does_not_see_the_driver_s_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_storage, "_PATIENCE_SECONDS", 0.1)
+    (tmp_path / "mark").touch()
+    check_seen(tmp_path / "mark", ALONE)
+    with pytest.raises(UserError, match=r"run_dir = .*: the driver's isn't seen by worker 0 \(.*\); give a folder on"):
+        check_seen(tmp_path / "elsewhere" / "mark", ALONE)

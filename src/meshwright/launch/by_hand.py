@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -177,7 +178,8 @@ def _end_for(who: str, terminal: TextIO, run: Run) -> NoReturn:
 
 def _fail(error: BaseException, terminal: TextIO, run: Run, peers: list[Peers]) -> NoReturn:
     if isinstance(error, KeyboardInterrupt | SystemExit):
-        leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 0))
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1
+        leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else code)
     if isinstance(error, UserError):
         _say(str(error), terminal, run)
         _part(peers, run)
@@ -201,9 +203,11 @@ def _part(peers: list[Peers], run: Run) -> None:
 
 
 def _say(text: str, terminal: TextIO, run: Run) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # whoever read it may be gone
+        print(f"error: {text}", file=sys.stderr, flush=True)
     if run.launch.index and terminal is not sys.stderr:
-        print(f"error: {text}\nThe log of this one is {_log_of(run)}", file=terminal, flush=True)
+        with suppress(OSError, ValueError):
+            print(f"error: {text}\nThe log of this one is {_log_of(run)}", file=terminal, flush=True)
 
 
 def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:

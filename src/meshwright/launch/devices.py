@@ -1,8 +1,12 @@
 """Which devices a process trains on: what JAX must be told before it starts, and each worker's share of the cards."""
 
-import ctypes
 import os
 import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import takewhile
@@ -14,6 +18,12 @@ from meshwright.launch.group import JaxGroup
 _HEARTBEAT_SECONDS = 20
 _LOOPBACK = "127.0.0.1"
 _THREADS = 64
+_ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737); nothing is sent there
+_COUNT = """
+import ctypes
+cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+print(0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found)) else found.value)
+"""
 
 
 def on_cpu() -> bool:
@@ -98,6 +108,7 @@ def join(address: str, rank: int, size: int) -> JaxGroup:
         # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
         # could be taken for another's: each process might come to it in another order.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+        _listen_for_others(address)
     jax.distributed.initialize(
         address,
         size,
@@ -107,6 +118,29 @@ def join(address: str, rank: int, size: int) -> JaxGroup:
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
     return JaxGroup(distributed.global_state.client, rank, size)
+
+
+def _listen_for_others(address: str) -> None:
+    # Gloo would listen where the name of this machine leads, which may be its loopback (Debian's 127.0.1.1).
+    from jax._src.lib import _jax
+
+    host = address.rpartition(":")[0].strip("[]")
+    own = own_address(host)
+    if own.startswith("127.") and not host.startswith("127."):
+        own = own_address(_ELSEWHERE)
+    if own:
+        make = _jax.make_gloo_tcp_collectives
+        _jax.make_gloo_tcp_collectives = partial(make, hostname=own)
+
+
+def own_address(host: str) -> str:
+    """The address of this machine by which another one is reached; empty: it isn't."""
+    with suppress(OSError):
+        family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return probe.getsockname()[0]
+    return ""
 
 
 def _use_virtual_devices(wanted: int) -> None:
@@ -153,11 +187,7 @@ def _visible_cards() -> list[str]:
 
 
 def _card_count() -> int:
-    # JAX would start its backend for this, and a launcher that did would keep the cards' memory from its workers.
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    found = ctypes.c_int()
-    failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found))
-    return 0 if failed else found.value
+    # JAX would start its backend for this, and a launcher that did would keep the cards' memory from its workers. CUDA
+    # reads CUDA_VISIBLE_DEVICES once a process, and this one may have yet to set it.
+    done = subprocess.run([sys.executable, "-S", "-c", _COUNT], capture_output=True, text=True)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0

@@ -281,8 +281,9 @@ def keep_stdout_to_python() -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process at once: an ordinary exit would wait for the other workers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it may be gone
+            stream.flush()
     os._exit(code)
 
 

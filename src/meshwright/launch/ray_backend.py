@@ -67,11 +67,12 @@ def _place_key() -> tuple[str, int]:
 
 def _address() -> str:
     # It stays reserved for as long as this process lives: gRPC shares it.
-    holder = socket.socket()
+    ip = ray.util.get_node_ip_address()
+    holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind(("", 0))
     ray_worker.reserved.append(holder)
-    return f"{ray.util.get_node_ip_address()}:{holder.getsockname()[1]}"
+    return f"{f'[{ip}]' if ':' in ip else ip}:{holder.getsockname()[1]}"
 
 
 def _slice_variables(worker_group: Any, address: str) -> list[dict[str, str]]:
@@ -79,7 +80,7 @@ def _slice_variables(worker_group: Any, address: str) -> list[dict[str, str]]:
     slices = worker_group.get_worker_group_context().num_slices
     if slices < 2:
         return [{} for _ in range(size)]
-    host = address.rpartition(":")[0]
+    host = address.rpartition(":")[0].strip("[]")
     return [
         get_tpu_coordinator_env_vars(coordinator_address=host, num_slices=slices, slice_id=index * slices // size)
         for index in range(size)

@@ -121,8 +121,10 @@ def _gpu(launch: LaunchSection, nodes: Sequence[Resources]) -> Scale:
 
 def _tpu(launch: LaunchSection, nodes: Sequence[Resources]) -> Scale:
     if not launch.topology:
-        chips = int(max((node.get("TPU", 0) for node in nodes), default=0)) or launch.devices_per_worker
-        return Scale("tpu", 1, 1, chips, {"TPU": float(launch.devices_per_worker or chips or 1)})
+        if launch.most > 1:
+            raise UserError(f"launch.workers = {launch.workers}: needs launch.topology, the slice's shape, on TPUs")
+        chips = launch.devices_per_worker or int(max((node.get("TPU", 0) for node in nodes), default=0))
+        return Scale("tpu", 1, 1, chips, {"TPU": float(chips or 1)})
     from ray.util.tpu import get_tpu_worker_resources
 
     hosts, each = get_tpu_worker_resources(

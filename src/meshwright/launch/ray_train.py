@@ -58,10 +58,13 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
         directory = run.directory.absolute()
         directory.mkdir(parents=True, exist_ok=True)
         job = uuid.uuid4().hex
+        mark = directory / f".driver-{job}"  # by which the workers see whether they have the same folder
+        mark.touch()
+        closing.callback(mark.unlink, missing_ok=True)
         closing.callback(_remove_snapshots, directory)
         while True:
             _remove_snapshots(directory)
-            fit = _Fit(_make_trainer(run, directory, scale, desk, job, parts or {}))
+            fit = _Fit(_make_trainer(run, mark, scale, desk, job, parts or {}))
             fit.start()
             if not _attend(ray, run, scale, desk, fit, console, stop):
                 committed = Checkpoints(run.directory / "checkpoints", 1).committed()
@@ -89,14 +92,14 @@ def worker_environment(platform: str, directory: Path) -> dict[str, str]:
     return {**compiled, **passed, **own}
 
 
-def _make_trainer(run: Run, directory: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
+def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
     from ray.train.v2.jax import JaxTrainer
 
     from meshwright.launch.ray_backend import JaxProcesses
 
-    shared = not is_remote(run.run_dir)
-    task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, shared, parts)
+    directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
+    task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
     return JaxTrainer(
         _Call(train_worker, task),
         jax_config=JaxProcesses(use_tpu=scale.platform == "tpu", use_gpu=scale.platform == "gpu"),

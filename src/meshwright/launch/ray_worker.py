@@ -8,6 +8,7 @@ import threading
 import time
 import tomllib
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +24,9 @@ from meshwright.signals import Stop
 MOVE = int(signal.SIGUSR1)
 """In place of a signal that asks to stop: save, and go on elsewhere."""
 
-# A process whose driver was killed still holds the run directory for a moment.
-_LOCK_SECONDS = 30.0
+# A process whose driver was killed still holds the run directory for a moment, and NFS holds it for 90 s for a machine
+# that is gone.
+_LOCK_SECONDS = 150.0
 _FIRST_STEP_SECONDS = 1800.0
 
 
@@ -44,8 +46,8 @@ class Task:
     """Of each worker; 0: what there is."""
     most: int
     """The most workers that there may be."""
-    shared: bool
-    """Whether the run directory is one folder for all workers; else it is on an object store."""
+    mark: str
+    """Name of a file that the driver made in the run directory, which all must see; empty: it is on an object store."""
     parts: dict[str, Any] = field(default_factory=dict)
     """A researcher's own model, optimizer and metrics."""
 
@@ -130,13 +132,14 @@ def _train(task: Task, run: Run, place: _Place, console: DeskConsole) -> dict[st
     from meshwright import trainer
     from meshwright.api import make_engine
     from meshwright.launch.devices import join, prepare_devices
-    from meshwright.launch.shared_storage import check_shared
+    from meshwright.launch.shared_storage import check_seen, check_shared
 
     if task.platform == "cpu":
         prepare_devices(run)
     group = join(place.address, place.rank, place.size)
     _check_devices(task, group)
-    if task.shared:
+    if task.mark:
+        check_seen(run.directory / task.mark, group)
         check_shared(run.directory, group)
     if group.is_primary:
         _wait_for_lock(RunDirectory(run.directory), console)
@@ -148,7 +151,7 @@ def _train(task: Task, run: Run, place: _Place, console: DeskConsole) -> dict[st
         console,
         group=group,
         stop=_stop,
-        on_committed=partial(_report, group) if task.shared else None,
+        on_committed=partial(_report, group) if task.mark else None,
     )
     if outcome.stopped_by == MOVE and group.is_primary:
         console.note("the workers are moved: the run goes on from there")
@@ -210,7 +213,10 @@ def _preemption() -> Any:
 
 
 def _look(console: DeskConsole, hang_timeout: float | None) -> None:
-    if _preemption() is not None:
+    drained = None
+    with suppress(Exception):  # it isn't a public name of Ray's, and the beats must go on
+        drained = _preemption()
+    if drained is not None:
         _stop.signal = _stop.signal or MOVE
     # To start, and to compile the first step, may take longer than any other step.
     if hang_timeout is not None and not console.stepped:

@@ -8,7 +8,7 @@ once when the other is gone.
 
 import json
 import os
-import select
+import selectors
 import socket
 import threading
 import time
@@ -67,7 +67,7 @@ class Peers:
     def _watch(self, on_loss: Callable[[str], None]) -> None:
         waiting = dict(self._connections)
         while waiting and not self._closed.is_set():
-            readable, _, _ = select.select(waiting.values(), [], [], 1.0)
+            readable = _readable(list(waiting.values()), 1.0)
             for rank in [rank for rank, connection in waiting.items() if connection in readable]:
                 connection = waiting.pop(rank)
                 try:
@@ -237,9 +237,19 @@ def _all_are_here(here: dict[int, Any], size: int) -> bool:
 
 def _has_hung_up(connection: socket.socket) -> bool:
     try:
-        return bool(select.select([connection], [], [], 0)[0]) and not connection.recv(1)
+        return bool(_readable([connection], 0)) and not connection.recv(1)
     except OSError:
         return True
+
+
+def _readable(connections: list[socket.socket], seconds: float) -> list[socket.socket]:
+    with selectors.DefaultSelector() as selector:
+        try:
+            for connection in connections:
+                selector.register(connection, selectors.EVENT_READ)
+        except ValueError:  # closed meanwhile
+            return []
+        return [key.fileobj for key, _ in selector.select(seconds) if isinstance(key.fileobj, socket.socket)]
 
 
 def _keep_alive(connection: socket.socket) -> None:

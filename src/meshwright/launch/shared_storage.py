@@ -59,6 +59,26 @@ def check_shared(directory: Path, group: Group) -> None:
         )
 
 
+def check_seen(mark: Path, group: Group) -> None:
+    """See that every worker sees a file that the one who started them made in the run directory.
+
+    Arguments:
+        mark: the file.
+        group: the workers, each calling this.
+
+    Raises:
+        UserError: a worker doesn't see it; the same in every worker.
+    """
+    reports: list[Any] = group.gather([socket.gethostname(), _appears(mark)], "shared with the driver")
+    blind = [_who(rank, host) for rank, (host, sees_it) in enumerate(reports) if not sees_it]
+    if blind:
+        raise UserError(
+            f"run_dir = {str(mark.parent)!r}: the driver's isn't seen by {', '.join(blind)}; give a folder on storage "
+            "that the driver and all workers share, by the same path, or an object store (s3://bucket/path, "
+            "gs://bucket/path)"
+        )
+
+
 def _write(folder: Path, number: int) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
     tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environment, "SLURM_NODEID")
     size_here = tasks[node] if node < len(tasks) else rank_here + 1
-    bound = any(environment.get(name, "none") not in ("", "none") for name in _CARDS_ARE_BOUND)
+    bound = any(environment.get(name, "").rpartition(":")[2] not in ("", "none") for name in _CARDS_ARE_BOUND)
     return Step(rank, size, f"{expand(nodes)[0]}:{port}", rank_here, size_here, bound)
 
 
