@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ from click.testing import CliRunner
 from helpers import MAIN, kill, run_values, wait_for, write_corpus, write_run
 
 import meshwright as mw
+from meshwright.checkpoints import Checkpoints
 from meshwright.cli import main
 from meshwright.errors import UserError
+from meshwright.rundir import HEADER
 from meshwright.storage import lease
 from meshwright.storage.lease import Lease
-from meshwright.storage.mirror import Mirror, local_run
+from meshwright.storage.mirror import Mirror, Reader, local_run
 from meshwright.storage.store import Store, copy_of, is_remote
 from meshwright.track.console import PlainConsole
 from meshwright.track.metrics import read_metrics
@@ -267,6 +271,108 @@ def test_one_that_died_elsewhere_is_waited_for_and_commits_nothing_when_it_wakes
     second.close()
 
 
+def contents(store: Store) -> dict[str, bytes | None]:
+    return {name: store.read(name) for name in store.names() if name != ".lease.json"}
+
+
+def part_of_a_checkpoint(mirror: Mirror, name: str, words: str) -> Path:
+    partial = mirror.partial(name)
+    partial.mkdir(parents=True)
+    (partial / "state").write_text(words)
+    (partial / "manifest.json").write_text("{}")
+    (mirror.copy / "metrics.jsonl").write_text(words)
+    return partial
+
+
+@pytest.mark.parametrize("it_ended", [False, True], ids=["which still trains", "which has ended"])
+def test_one_that_wakes_touches_nothing_of_the_one_that_took_over(store, short, monkeypatch, it_ended):
+    name = "step_00000004"
+    first = Mirror(URL)
+    first._lease._ended.set()  # it renews no more
+    move(monkeypatch, "second")
+    monkeypatch.setattr(lease, "_place", lambda: "elsewhere")
+    monkeypatch.setattr(lease, "_LONG_GONE_SECONDS", -1.0)
+    second = Mirror(URL)
+    theirs = part_of_a_checkpoint(second, name, "the second's")
+    second.upload(theirs, name)
+    second.publish(name, theirs / "manifest.json")
+    if it_ended:
+        second.__exit__(None, None, None)
+    before = contents(store)
+    assert before["metrics.jsonl"] == before[f"checkpoints/{name}/state"] == b"the second's"
+    mine = part_of_a_checkpoint(first, name, "the first's")
+    expected = "another process has trained here since; start again" if it_ended else "is training in this run dir"
+    for call in (
+        lambda: first.upload(mine, name),
+        lambda: first.publish(name, mine / "manifest.json"),
+        lambda: first.remove(name),
+        lambda: first.__exit__(None, None, None),
+    ):
+        with pytest.raises(UserError, match=f"^run_dir = '{URL}': .*{expected}"):
+            call()
+        assert contents(store) == before
+    if not it_ended:
+        second.__exit__(None, None, None)
+
+
+def test_what_is_still_being_saved_when_training_ends_is_refused(store, short):
+    go_on = threading.Event()
+
+    def save(mirror: Mirror) -> Checkpoints:
+        checkpoints = Checkpoints(mirror.copy / "checkpoints", 3, reader=mirror)
+        checkpoints.sweep()
+
+        def write(folder: Path):
+            (folder / "state").write_text("x")
+            return lambda: go_on.wait(60) and None
+
+        checkpoints.save(write, {"step": 4, "val_loss": None, "identity": {}})
+        return checkpoints
+
+    with Mirror(URL) as mirror:
+        late = save(mirror)
+    go_on.set()
+    with pytest.raises(UserError, match="start again, which goes on from the newest checkpoint"):
+        late.wait()
+    assert not store.names()
+    with Mirror(URL) as mirror:
+        save(mirror).wait()
+    assert store.names() == ["checkpoints/step_00000004/manifest.json", "checkpoints/step_00000004/state"]
+
+
+def test_a_lease_that_is_being_renewed_while_it_is_given_up_is_gone(store, short, monkeypatch):
+    holder = Lease(store, print)
+    writing, go_on, write = threading.Event(), threading.Event(), store.write
+
+    def slow(name: str, content: bytes) -> None:
+        writing.set()
+        go_on.wait(60)
+        write(name, content)
+
+    monkeypatch.setattr(store, "write", slow)
+    assert writing.wait(60)
+    with ThreadPoolExecutor() as threads:
+        closing = threads.submit(holder.close)
+        time.sleep(0.3)
+        go_on.set()
+        closing.result(60)
+    time.sleep(0.3)
+    assert not store.names()
+
+
+def test_one_that_leaves_while_it_is_looked_at_is_gone(store, short, monkeypatch):
+    first, age = as_another_machine(store, print), store.age
+
+    def leaving(name: str) -> float | None:
+        first.close()
+        return age(name)
+
+    monkeypatch.setattr(store, "age", leaving)
+    notes: list[str] = []
+    Lease(store, notes.append).close()
+    assert not notes
+
+
 @pytest.mark.parametrize("how", ["its process is gone", "the job is the same", "it is long ago"])
 def test_who_need_not_wait(store, short, monkeypatch, how):
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -286,7 +392,7 @@ def test_who_need_not_wait(store, short, monkeypatch, how):
 
 
 def test_what_is_being_trained_here_is_read_as_it_is(store):
-    store.write("run.toml", b"of the store")
+    store.write("run.toml", HEADER.encode())
     with Mirror(URL) as mirror:
         (mirror.copy / "run.toml").write_text("newer")
         assert local_run(URL) == mirror.copy
@@ -294,6 +400,66 @@ def test_what_is_being_trained_here_is_read_as_it_is(store):
     assert store.read("run.toml") == b"newer"
     store.write("run.toml", b"newer yet")
     assert (local_run(URL) / "run.toml").read_text() == "newer yet"
+
+
+@pytest.mark.parametrize("first", [local_run, Mirror], ids=["another reads it", "training starts"])
+def test_one_who_reads_waits_until_what_is_being_fetched_here_is_whole(store, short, monkeypatch, first):
+    store.write("run.toml", HEADER.encode())
+    began, go_on, fetch = threading.Event(), threading.Event(), Reader.fetch_small_files
+
+    def slow(self: Reader, *, logs: bool = True) -> None:
+        began.set()
+        go_on.wait(60)
+        fetch(self, logs=logs)
+
+    monkeypatch.setattr(Reader, "fetch_small_files", slow)
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(first, URL)
+        assert began.wait(60)
+        one = threads.submit(local_run, URL)
+        time.sleep(0.3)
+        waited = not one.done()
+        go_on.set()
+        assert (one.result(60) / "run.toml").read_text() == HEADER
+        assert waited
+        if first is Mirror:
+            other.result(60).__exit__(None, None, None)
+        assert local_run(URL) == one.result()
+
+
+def test_a_users_own_objects_are_left_alone(store, short):
+    theirs = {"run.toml": b"# mine\n", "checkpoints/step_00000100/weights.bin": b"of another tool"}
+    for name, content in theirs.items():
+        store.write(name, content)
+    with pytest.raises(
+        UserError, match=r"its run\.toml would be overwritten by the resolved run file; set run_dir to"
+    ) as refused:
+        Mirror(URL)
+    assert {name: store.read(name) for name in store.names()} == theirs
+    assert (local_run(URL) / "run.toml").read_text() == "# mine\n"  # it isn't taken for one that is trained in
+    assert refused.tb  # which keeps the mirror, and thus what it hasn't closed
+    store.remove(["run.toml"])
+    copy_of(URL).joinpath("run.toml").unlink()
+    with Mirror(URL):
+        pass
+    assert contents(store) == {name: content for name, content in theirs.items() if name != "run.toml"}
+    store.write("run.toml", HEADER.encode())
+    with Mirror(URL):
+        pass
+    assert store.names() == ["run.toml"]  # of a run of Meshwright's it is what a crash left
+
+
+def test_what_was_compiled_stays_on_its_machine(store, short):
+    store.write("workers/compiled/theirs", b"x")
+    store.write("workers/worker_1.log", b"x")
+    with Mirror(URL) as mirror:
+        (mirror.copy / "workers/compiled").mkdir(parents=True)
+        for name in ("workers/compiled/mine", "workers/worker_0.log"):
+            (mirror.copy / name).write_text("x")
+    assert store.names() == ["workers/compiled/theirs", "workers/worker_0.log", "workers/worker_1.log"]
+    folder = local_run(URL)
+    assert (folder / "workers/worker_1.log").exists()
+    assert not (folder / "workers/compiled/theirs").exists()
 
 
 def test_a_log_that_goes_on_from_the_one_in_the_store_stays(store):

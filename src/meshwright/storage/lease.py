@@ -49,7 +49,7 @@ class Lease:
             "process": os.getpid(),
             "renewed": 0,
         }
-        self._ended = threading.Event()
+        self._ended, self._writing = threading.Event(), threading.Lock()
         self._wait_for(note)
         self._write()
         time.sleep(_SETTLE_SECONDS)  # of two that start at the same moment the last to write has it
@@ -60,22 +60,30 @@ class Lease:
         """See that this process has the lease yet.
 
         Raises:
-            UserError: another one has taken it.
+            UserError: another one has taken it, be it that it has ended since, or it was given up.
         """
         holder = _read(self._store)
-        if holder is not None and holder["id"] != self._mine["id"]:
+        if holder is None:
+            raise UserError(
+                f"run_dir = {self._store.url!r}: another process has trained here since; start again, which goes on "
+                "from the newest checkpoint"
+            )
+        if holder["id"] != self._mine["id"]:
             raise _taken(self._store, holder)
 
     def close(self) -> None:
         """Give the lease up."""
         self._ended.set()
-        with suppress(Exception):
+        with self._writing, suppress(Exception):
             self.check()
             self._store.remove([_NAME])
 
     def _wait_for(self, note: Callable[[str], None]) -> None:
         first = holder = _read(self._store)
-        if holder is None or self._is_over(holder) or self._store.age(_NAME) > _LONG_GONE_SECONDS:
+        if holder is None or self._is_over(holder):
+            return
+        age = self._store.age(_NAME)
+        if age is None or age > _LONG_GONE_SECONDS:
             return
         note(f"waiting up to {_SECONDS:g} s to see whether {_who(holder)} still trains in {self._store.url}")
         end = time.monotonic() + _SECONDS
@@ -94,7 +102,9 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
-            with suppress(Exception):  # it is checked before each commit
+            with self._writing, suppress(Exception):  # it is checked before each commit
+                if self._ended.is_set():
+                    return
                 self.check()
                 self._mine["renewed"] += 1
                 self._write()

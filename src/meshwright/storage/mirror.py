@@ -18,13 +18,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshwright.checkpoints import MANIFEST, facts_of, is_as_written
+from meshwright.errors import UserError
 from meshwright.launch.group import ALONE, Group
+from meshwright.rundir import HEADER
 from meshwright.storage.lease import Lease
 from meshwright.storage.store import Store, copy_of, is_remote
 
-_CHECKPOINTS, _TRAINING = "checkpoints", ".training"
+_CHECKPOINTS, _TRAINING, _RUN_FILE = "checkpoints", ".training", "run.toml"
 _STEP = re.compile(r"step_\d{8,}")
-_OF_THE_COPY = re.compile(r"(^|/)\.(lock|fetching|training|lease\.json)$|\.(partial|new|fetched)$")
+_OF_THE_COPY = re.compile(r"^workers/compiled/|(^|/)\.(lock|fetching|training|lease\.json)$|\.(partial|new|fetched)$")
 _SECONDS = 24 * 3600.0  # for all to upload; one that dies is noticed long before
 
 
@@ -52,13 +54,10 @@ def local_run(path: str | Path) -> Path:
     if not is_remote(path):
         return Path(path)
     reader = Reader(str(path))
-    with open(reader.copy / _TRAINING, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is being trained in, so it is newer than the store
-            return reader.copy
-        reader.fetch_small_files()
-        reader.fetch_manifests()
+    with reader.alone():
+        if not reader.is_trained_in():  # then it is newer than the store
+            reader.fetch_small_files()
+            reader.fetch_manifests()
     return reader.copy
 
 
@@ -95,18 +94,17 @@ class Reader:
 
     def fetch_manifests(self) -> None:
         """Have the manifests of all checkpoints in the store, and no folder of a checkpoint that isn't there."""
-        with self._alone():
-            there = {name.split("/")[1]: name for name in self._committed()}
-            folder = self.copy / _CHECKPOINTS
-            for path in folder.glob("step_*"):
-                content = self.store.read(there[path.name]) if path.name in there else None
-                manifest = path / MANIFEST
-                if content is None or not manifest.is_file() or manifest.read_bytes() != content:
-                    shutil.rmtree(path)  # of an upload that was never whole, or of another run of the same name
-            for step, name in there.items():
-                if not (folder / step).exists() and (content := self.store.read(name)):
-                    (folder / step).mkdir(parents=True)
-                    _replace(folder / step / MANIFEST, content)
+        there = {name.split("/")[1]: name for name in self._committed()}
+        folder = self.copy / _CHECKPOINTS
+        for path in folder.glob("step_*"):
+            content = self.store.read(there[path.name]) if path.name in there else None
+            manifest = path / MANIFEST
+            if content is None or not manifest.is_file() or manifest.read_bytes() != content:
+                shutil.rmtree(path)  # of an upload that was never whole, or of another run of the same name
+        for step, name in there.items():
+            if not (folder / step).exists() and (content := self.store.read(name)):
+                (folder / step).mkdir(parents=True)
+                _replace(folder / step / MANIFEST, content)
 
     def fetch(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Have the files of a checkpoint; those that are whole here aren't read again.
@@ -115,7 +113,7 @@ class Reader:
             folder: of the checkpoint, in the copy.
             manifest: the checkpoint's.
         """
-        with self._alone():
+        with self.alone():
             missing = [name for name, facts in manifest["files"].items() if not is_as_written(folder / name, facts)]
             for name in missing:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -126,15 +124,25 @@ class Reader:
             for name, path in beside.items():
                 os.replace(path, wanted[name])
 
-    def _committed(self) -> list[str]:
-        names = (name for name in self.store.names(_CHECKPOINTS) if name.count("/") == 2)
-        return [name for name in names if name.endswith(f"/{MANIFEST}") and _STEP.fullmatch(name.split("/")[1])]
-
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process of this machine fetches, and keep others from it meanwhile."""
         with open(self.copy / ".fetching", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def is_trained_in(self) -> bool:
+        """Whether a run trains in this copy; while `alone`, none starts to."""
+        with open(self.copy / _TRAINING, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+    def _committed(self) -> list[str]:
+        names = (name for name in self.store.names(_CHECKPOINTS) if name.count("/") == 2)
+        return [name for name in names if name.endswith(f"/{MANIFEST}") and _STEP.fullmatch(name.split("/")[1])]
 
 
 class Mirror(Reader):
@@ -146,7 +154,7 @@ class Mirror(Reader):
         note: told of what a person should know.
 
     Raises:
-        UserError: the store can't be used, or another process trains there.
+        UserError: the store can't be used, another process trains there, or it holds a `run.toml` of the user's.
     """
 
     def __init__(self, url: str, group: Group = ALONE, note: Callable[[str], None] = lambda _: None):
@@ -154,32 +162,33 @@ class Mirror(Reader):
         self._group = group
         self._pushed: dict[str, tuple[int, int]] = {}
         self._training = open(self.copy / _TRAINING, "w")  # noqa: SIM115  (closed in __exit__)
-        fcntl.flock(self._training, fcntl.LOCK_SH)
-        self._lease = Lease(self.store, note) if group.is_primary else None
-        if group.is_primary:
-            note(f"{self.store.url} is worked on in {self.copy}")
-            self.fetch_small_files(logs=False)
-            self._sweep()
-        self._go_on_with_log()
-        group.barrier("store swept", _SECONDS)
-        self.fetch_manifests()
-        group.barrier("store read", _SECONDS)
+        self._lease: Lease | None = None
+        try:
+            with self.alone():
+                fcntl.flock(self._training, fcntl.LOCK_SH)
+                if group.is_primary:
+                    self._take_over(note)
+                self._go_on_with_log()
+            group.barrier("store swept", _SECONDS)
+            with self.alone():
+                self.fetch_manifests()
+            group.barrier("store read", _SECONDS)
+        except BaseException:
+            self._let_go()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if self._lease:
-                self._lease.check()
+            self._check()
             self._push_small_files()
         except Exception:
             if kind is None:
                 raise
         finally:
-            if self._lease:
-                self._lease.close()
-            self._training.close()
+            self._let_go()
 
     def partial(self, name: str) -> Path:
         """The folder, in the copy, into which this process writes its part of a checkpoint."""
@@ -195,7 +204,11 @@ class Mirror(Reader):
 
         Returns:
             The facts of all files, in the first process; in the others those of the files it uploaded.
+
+        Raises:
+            UserError: another process has taken the run directory over.
         """
+        self._check()
         folder, group = f"{_CHECKPOINTS}/{name}", self._group
         files = facts_of(partial)
         if group.is_primary:
@@ -222,16 +235,43 @@ class Mirror(Reader):
         Raises:
             UserError: another process has taken the run directory over.
         """
+        self._check()
         self._push_small_files()
-        if self._lease:
-            self._lease.check()
+        self._check()
         self.store.write(f"{_CHECKPOINTS}/{name}/{MANIFEST}", manifest.read_bytes())
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint from the store."""
+        """Remove a checkpoint from the store.
+
+        Raises:
+            UserError: another process has taken the run directory over.
+        """
+        self._check()
         folder = f"{_CHECKPOINTS}/{name}"
         self.store.remove([f"{folder}/{MANIFEST}"])  # first, so that half a folder is never taken for a whole one
         self.store.remove(self.store.names(folder))
+
+    def _take_over(self, note: Callable[[str], None]) -> None:
+        content = self.store.read(_RUN_FILE)
+        ours = content is not None and content.startswith(HEADER.encode())
+        if content is not None and not ours:
+            raise UserError(
+                f"run_dir = {self.store.url!r}: its {_RUN_FILE} would be overwritten by the resolved run file; set "
+                "run_dir to a place of its own"
+            )
+        self._lease = Lease(self.store, note)
+        note(f"{self.store.url} is worked on in {self.copy}")
+        self.fetch_small_files(logs=False)
+        self._sweep(in_store=ours)
+
+    def _check(self) -> None:
+        if self._lease:
+            self._lease.check()
+
+    def _let_go(self) -> None:
+        if self._lease:
+            self._lease.close()
+        self._training.close()
 
     def _go_on_with_log(self) -> None:
         # It is being written to already, so what is in the store comes before it in the same file.
@@ -254,9 +294,11 @@ class Mirror(Reader):
                 self.store.copy(one, f"{_CHECKPOINTS}/{name}.damaged-{taken}/{one.removeprefix(folder)}")
         self.remove(name)
 
-    def _sweep(self) -> None:
+    def _sweep(self, *, in_store: bool) -> None:
         for partial in (self.copy / _CHECKPOINTS).glob("step_*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
+        if not in_store:
+            return
         names = self.store.names(_CHECKPOINTS)
         committed = {name.split("/")[1] for name in self._committed()}
         steps = {name: name.split("/")[1] for name in names if name.count("/") >= 2}

@@ -102,9 +102,12 @@ class Store:
         found = self._tried(lambda: self._files.find(self._path(below) if below else self._root))
         return sorted(path.removeprefix(start) for path in found if path.startswith(start))
 
-    def age(self, name: str) -> float:
-        """Seconds since an object was written, by the clocks of the store and of this machine."""
-        return time.time() - self._tried(lambda: self._files.modified(self._path(name))).timestamp()
+    def age(self, name: str) -> float | None:
+        """Seconds since an object was written, by the clocks of the store and of this machine; None: there is none."""
+        try:
+            return time.time() - self._tried(lambda: self._files.modified(self._path(name))).timestamp()
+        except FileNotFoundError:
+            return None
 
     def copy(self, name: str, to: str) -> None:
         """Copy an object within the store."""
