@@ -10,12 +10,23 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 from helpers import QUICK
 
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Two at a time, each file in one process; those with Ray clusters first, and in one, since clusters share ports."""
+    for item in items:
+        name = "ray" if item.path.name.startswith("test_ray_") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: not item.path.name.startswith("test_ray_"))
+
+
 def pytest_unconfigure(config):
     import shutil
 
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    if not hasattr(config, "workerinput"):  # the processes share it
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

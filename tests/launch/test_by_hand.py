@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import random
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,12 @@ main()
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    # Below those that the system gives to others by itself.
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture

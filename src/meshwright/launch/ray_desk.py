@@ -68,8 +68,9 @@ class Desk:
         self._open = False
 
     def say(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-        """Have the driver's console called."""
-        self._calls += calls
+        """Have the driver's console called; after a failure no more, as what follows from it isn't worth saying."""
+        if self._failure is None:
+            self._calls += calls
 
     def beat(self, rank: int) -> int:
         """Note that a worker is alive; gives the signal that asks all to stop, 0, or `CLOSED`."""
