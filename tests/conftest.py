@@ -18,7 +18,7 @@ os.environ.setdefault("XLA_FLAGS", QUICK)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Two at a time, each file in one process; those with Ray clusters first, and in one, since clusters share ports."""
+    """Each file in one process, where tests run side by side; Ray clusters in one and first, since they share ports."""
     for item in items:
         name = "ray" if item.path.name.startswith("test_ray_") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(name))
