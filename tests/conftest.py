@@ -16,13 +16,18 @@ from helpers import QUICK
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    """Each file in one process, where tests run side by side; Ray clusters in one, since they share ports."""
+    item.add_marker(pytest.mark.xdist_group("ray" if _has_clusters(item) else item.nodeid.partition("::")[0]))
+
+
 def pytest_collection_modifyitems(items):
-    """Each file in one process, where tests run side by side; Ray clusters in one and first, since they share ports."""
-    for item in items:
-        name = "ray" if item.path.name.startswith("test_ray_") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: not item.path.name.startswith("test_ray_"))
+    """Ray clusters first: they take the longest."""
+    items.sort(key=lambda item: not _has_clusters(item))
+
+
+def _has_clusters(item):
+    return item.path.name.startswith("test_ray_")
 
 
 def pytest_unconfigure(config):
