@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,7 +95,11 @@ def test_a_job_that_is_submitted(tmp_path):
     from ray.job_submission import JobSubmissionClient
 
     folder = write(tmp_path, train={"steps": 12})
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True})
+    with socket.socket() as one, socket.socket() as other:  # another cluster may have the ports that they all take
+        ports = [free.bind(("127.0.0.1", 0)) or free.getsockname()[1] for free in (one, other)]
+    head = {"num_cpus": 2, "include_dashboard": True}
+    head |= dict(zip(("dashboard_port", "dashboard_agent_listen_port"), ports, strict=True))
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         client = JobSubmissionClient(f"http://{cluster.head_node.address_info['webui_url']}")
         main = "from meshwright.cli import main; main(prog_name='meshwright')"
