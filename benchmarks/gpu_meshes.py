@@ -1,6 +1,7 @@
 """Each mesh of two GPUs against one GPU of the same machine: losses in float32, and speed in bfloat16.
 
     python benchmarks/gpu_meshes.py            writes results/gpu_meshes.json
+    python benchmarks/gpu_meshes.py --exact    the float32 losses alone
 
 For each family, the same seed and the same batches on one GPU and on each mesh of two: the losses of five float32
 steps must agree to 1e-5 (matrix products at full float32 precision). Then tokens a second of the bfloat16 step at a
@@ -101,6 +102,7 @@ def work(jobs: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--families", default=",".join(FAMILIES))
     arguments = parser.parse_args()
     if arguments.jobs:
@@ -112,11 +114,12 @@ def main() -> None:
     meshes = {f: [m for m in MESHES if "expert" not in m or "moe" in f] for f in families}
     two = [{"model": FAMILIES[f], "mesh": mesh, **exact} for f in families for mesh in meshes[f]]
     one = [{"model": FAMILIES[f], "mesh": {}, **exact} for f in families]
-    two += [{"model": LARGE, "mesh": mesh, **fast} for mesh in MESHES[:-1]]
-    one += [{"model": LARGE, "mesh": {}, **fast}]
+    large = [] if arguments.exact else MESHES[:-1]
+    two += [{"model": LARGE, "mesh": mesh, **fast} for mesh in large]
+    one += [{"model": LARGE, "mesh": {}, **fast}] if large else []
     alone, both = in_process(1, one), in_process(2, two)
-    rows, reference = [], dict(zip([*families, "large"], alone, strict=True))
-    names = [f for f in families for _ in meshes[f]] + ["large"] * len(MESHES[:-1])
+    rows, reference = [], dict(zip([*families, *(["large"] if large else [])], alone, strict=True))
+    names = [f for f in families for _ in meshes[f]] + ["large"] * len(large)
     for name, job, result in zip(names, two, both, strict=True):
         row = {"family": name, "mesh": job["mesh"], "dtype": job["dtype"], **result}
         if "losses" in result:

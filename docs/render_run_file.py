@@ -10,7 +10,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import DataSection, MixedSource, ModelSection, Run, Section, SourceKeys, WeightFrom
+from pydantic import BaseModel
+
+from meshwright.config import ModelSection, Run
+from meshwright.config_base import Section
+from meshwright.config_data import DataSection, MixedSource, SourceKeys, WeightFrom
 from meshwright.models.spec import ModelSpec, presets
 
 PAGE = Path(__file__).with_name("run-file.md")
@@ -29,7 +33,7 @@ def keys() -> dict[str, list[dict[str, str]]]:
     sections: dict[str, list[dict[str, str]]] = {"": []}
     for name, field in Run.model_fields.items():
         section = field.annotation
-        if not (inspect.isclass(section) and issubclass(section, Section | ModelSpec)):
+        if not (inspect.isclass(section) and issubclass(section, BaseModel)):
             sections[""].append(_key("", name, schema, Run))
             continue
         for title, table in {name: section, **LISTS.get(name, {})}.items():

@@ -8,12 +8,30 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="meshwright-tests-"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# What is left of compiling is mostly LLVM's optimizer, and tiny programs run as fast without it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from helpers import QUICK
+
+os.environ.setdefault("XLA_FLAGS", QUICK)
+
+
+def pytest_itemcollected(item):
+    """Each file in one process, where tests run side by side; Ray clusters in one, since they share ports."""
+    item.add_marker(pytest.mark.xdist_group("ray" if _has_clusters(item) else item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_modifyitems(items):
+    """Ray clusters first: they take the longest."""
+    items.sort(key=lambda item: not _has_clusters(item))
+
+
+def _has_clusters(item):
+    return item.path.name.startswith("test_ray_")
 
 
 def pytest_unconfigure(config):
     import shutil
 
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    if not hasattr(config, "workerinput"):  # the processes share it
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -30,6 +30,7 @@ def theirs(model_type: str, seed: int = 0, **keys: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # it only waits for the other ones
     torch.manual_seed(seed)
     # PyTorch gives the embedding of a token for padding no gradient, wherever it stands.
     config = AutoConfig.for_model(model_type, vocab_size=VOCAB, pad_token_id=None, **keys)

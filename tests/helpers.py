@@ -6,9 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone walls near quiet rivers".split()
+# Most of the time of a test goes into compiling tiny programs, which run as fast without its dearest parts.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib").startswith("0.10."):  # XLA ends a process over a flag that it doesn't know
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
 MAIN = [sys.executable, "-c", "from meshwright.cli import main; main(prog_name='meshwright')"]
 
 

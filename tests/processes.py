@@ -83,7 +83,7 @@ def _main(
 
     end_with(int(parent))
     jax.config.update("jax_num_cpu_devices", int(devices))
-    group = join(int(port), int(rank), int(size))
+    group = join(f"127.0.0.1:{port}", int(rank), int(size))
     spec = importlib.util.spec_from_file_location("module_of_the_test", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from helpers import run_values
 
-from meshwright.config import MixedSource, Run, WeightFrom, load_run, make_run
+from meshwright.config import Run, load_run, make_run
+from meshwright.config_data import MixedSource, WeightFrom
 from meshwright.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,25 @@ MISTAKES = [
     ({"mesh": {"fsdp": 0}}, r"mesh\.fsdp = 0: must be a positive number, or -1 for all devices that are left"),
     ({"mesh": {"fsdp": -1}}, r"mesh\.fsdp = -1: only one size may be -1, and mesh\.data is; give it a number"),
     ({"mesh": {"pipeline_rounds": 2}}, r"mesh\.pipeline_rounds = 2: needs mesh\.pipeline of 2 or more"),
-    ({"launch": {"workers": 2}}, r"launch\.workers = 2: needs launch\.kind = \"processes\""),
+    ({"launch": {"workers": 2}}, r"launch\.workers = 2: needs launch\.kind = \"processes\" or \"ray\""),
+    ({"launch": {"workers": -1}}, r"launch\.workers = -1: must be greater than or equal to 0"),
+    (
+        {"launch": {"kind": "ray", "workers": [3, 2]}},
+        r"launch\.workers = \[3, 2\]: must be \[fewest, most\], from 1 on",
+    ),
+    ({"launch": {"kind": "ray", "workers": [1]}}, r"launch\.workers = \[1\]: must"),
+    ({"launch": {"kind": "processes", "workers": [1, 2]}}, r"launch\.workers = \[1, 2\]: needs launch\.kind = \"ray\""),
+    ({"launch": {"coordinator": "a:1"}}, r"launch\.coordinator = 'a:1': needs launch\.kind = \"processes\""),
+    ({"launch": {"kind": "processes", "coordinator": "a"}}, r"launch\.coordinator = 'a': must be host:port"),
+    ({"launch": {"kind": "processes", "coordinator": "fd00::1:7"}}, r"must be host:port, as .* or \[fd00::1\]:7777"),
+    (
+        {"launch": {"kind": "processes", "workers": 2, "coordinator": "a:1", "index": 2}},
+        r"launch\.index = 2: must be less than launch\.workers = 2; count from 0",
+    ),
+    ({"launch": {"topology": "4x4"}}, r"launch\.topology = '4x4': needs launch\.kind = \"ray\""),
+    ({"launch": {"kind": "ray", "topology": "4"}}, r"launch\.topology = '4': must be the shape of a TPU slice"),
+    ({"launch": {"kind": "ray", "topology": "4x4"}}, r"launch\.topology = '4x4': needs launch\.accelerator"),
+    ({"launch": {"kind": "ray", "start_timeout": 0.0}}, r"launch\.start_timeout = 0\.0: must be greater than 0"),
     ({"train": {"remat": "some"}}, r"train\.remat = 'some': must be 'none', 'full' or 'products'"),
     (
         {"model": {"preset": "moe-tiny", "experts": 2, "experts_per_token": 3}},
@@ -134,4 +153,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) + count(MixedSource) + count(WeightFrom) == 139
+    assert count(Run) + count(MixedSource) + count(WeightFrom) == 146

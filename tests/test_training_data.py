@@ -15,6 +15,7 @@ from meshwright.data.loader import TrainData
 from meshwright.data.prepare import prepare
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.errors import UserError
+from meshwright.resuming import batch_sizes_of
 from meshwright.track.console import PlainConsole
 
 
@@ -70,9 +71,9 @@ def test_another_batch_size_goes_on_from_the_next_unseen_example():
 def test_a_checkpoint_made_before_sizes_could_change_tells_its_own():
     run = make(train={"batch_size": 8})
     old = {"step": 4, "identity": {"train.batch_size": 4}}
-    assert trainer.batch_sizes_of(run, Checkpoint(Path(), old)) == [[0, 4], [4, 8]]
-    assert trainer.batch_sizes_of(run, Checkpoint(Path(), {**old, "identity": {"train.batch_size": 8}})) == [[0, 8]]
-    assert trainer.batch_sizes_of(run, None) == [[0, 8]]
+    assert batch_sizes_of(run, Checkpoint(Path(), old)) == [[0, 4], [4, 8]]
+    assert batch_sizes_of(run, Checkpoint(Path(), {**old, "identity": {"train.batch_size": 8}})) == [[0, 8]]
+    assert batch_sizes_of(run, None) == [[0, 8]]
 
 
 def mixed(later: dict | None = None, packing: str = "packed", **sections):

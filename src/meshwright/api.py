@@ -23,7 +23,10 @@ from meshwright.errors import UserError
 from meshwright.launch.devices import prepare_devices
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
+from meshwright.resuming import data_identity, run_identity
 from meshwright.rundir import RunDirectory
+from meshwright.storage.mirror import Reader, local_run
+from meshwright.storage.store import is_remote
 from meshwright.track.console import Console, make_console
 from meshwright.track.metrics import Table, as_table, read_lines, read_metrics
 from meshwright.track.report import write_report
@@ -99,7 +102,7 @@ def train(
         metrics: scalars of a `meshwright.engines.jax.step.Update`, by name; they are logged beside the loss.
         console: where progress is shown; None: standard output.
         group: the processes that train together, each calling this; under `launch.kind = "processes"` the command
-            `meshwright train` starts them.
+            `meshwright train` starts them. Under `"ray"` this call starts them itself, and takes no `source`.
 
     Returns:
         Where the run lies, how many steps are done, and the last evaluation.
@@ -109,10 +112,9 @@ def train(
             being finite.
     """
     if run.launch.kind == "ray":
-        raise UserError(
-            'launch.kind = "ray": only `meshwright prepare` runs on a Ray cluster as yet; to train on what it makes, '
-            'set launch.kind = "local" or "processes"'
-        )
+        if source is not None:
+            raise UserError('launch.kind = "ray": reads what data.train names; leave out `source`, or prepare it first')
+        return _train_on_ray(run, console or make_console(), model=model, optimizer=optimizer, metrics=metrics)
     if run.launch.kind == "processes" and group is ALONE:
         raise UserError(
             'launch.kind = "processes": is for the command `meshwright train`, which starts the processes; from Python '
@@ -129,8 +131,8 @@ def train(
             from meshwright.launch.ray_stream import StreamFeed
 
             feed = closing.enter_context(StreamFeed(run))
-        make_engine = partial(_make_engine, model=model, optimizer=optimizer, metrics=metrics)
-        return trainer.train(run, make_engine, console, source, group, feed)
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "metrics": metrics}
+        return trainer.train(run, partial(make_engine, **parts), console, source, group, feed)
 
 
 def plan(run: Run, *, devices: int | None = None, compiled: bool = True) -> "Plan":
@@ -158,22 +160,23 @@ def open_run(path: str | Path, *, checkpoint: str | int = "newest", model: "Mode
     """Open the directory of a run that was trained, or that still trains.
 
     Arguments:
-        path: the run directory.
+        path: the run directory; also `s3://bucket/path` or `gs://bucket/path`.
         checkpoint: `newest`, `best` (by validation loss), or a step; read when the model is first needed.
         model: what was given to `train`, where the model was a researcher's own.
 
     Raises:
         UserError: it isn't a run directory.
     """
-    return TrainedRun(Path(path), checkpoint, model)
+    return TrainedRun(path, checkpoint, model)
 
 
 class TrainedRun:
     """A run directory, opened by `open_run`. The model is loaded when it is first needed."""
 
-    def __init__(self, path: Path, checkpoint: str | int, model: "ModelMaker | None"):
-        self.path = path
-        self.files = RunDirectory(path)
+    def __init__(self, path: str | Path, checkpoint: str | int, model: "ModelMaker | None"):
+        self.path = local_run(path)
+        self.files = RunDirectory(self.path)
+        self._reader = Reader(str(path)) if is_remote(path) else None
         self.run = self.files.load_run()
         self._wanted = checkpoint
         self._model = model
@@ -202,7 +205,7 @@ class TrainedRun:
         Raises:
             UserError: there is none such.
         """
-        checkpoints = Checkpoints(self.files.checkpoints, self.run.checkpoint.keep)
+        checkpoints = Checkpoints(self.files.checkpoints, self.run.checkpoint.keep, reader=self._reader)
         by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.committed()}
         if not by_step:
             raise UserError(f"{self.path}: holds no checkpoint yet; train it first: meshwright train RUN.toml")
@@ -224,10 +227,10 @@ class TrainedRun:
         """
         base = self.checkpoint.manifest.get("base", "random")
         run = self.run.model_copy(update={"model": self.run.model.model_copy(update={"init": base})})
-        engine = _make_engine(run, run.model.spec, model=self._model, training=False)
+        engine = make_engine(run, run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():
             raise UserError(f"{self.checkpoint.folder}: damaged: {damage}; choose another checkpoint")
-        model = {**trainer.run_identity(self.run, self.run.model.spec), **engine.identity}
+        model = {**run_identity(self.run, self.run.model.spec), **engine.identity}
         model = {key: value for key, value in model.items() if key.startswith(("model", "lora"))}
         check_identity(self.checkpoint, model, "Open the run with the model that it was trained with.")
         try:
@@ -254,7 +257,7 @@ class TrainedRun:
         else:
             corpus = prepare(self.run, console=console)
         advice = "Put the data back as it was when the run was trained."
-        check_identity(self.checkpoint, trainer.data_identity(corpus), advice)
+        check_identity(self.checkpoint, data_identity(corpus), advice)
         return {"step": self.checkpoint.step, **trainer.evaluate(self.engine, corpus, self.run)}
 
     def generate(
@@ -340,7 +343,19 @@ class TrainedRun:
         return write_report(self.path)
 
 
-def _make_engine(run: Run, spec: ModelSpec, *, model: "ModelMaker | None", **more: Any) -> Engine:
+def _train_on_ray(run: Run, console: Console, **parts: Any) -> trainer.Outcome:
+    from meshwright.launch.ray_cluster import ray_cluster
+    from meshwright.launch.ray_train import train_on_ray
+
+    with ExitStack() as closing:
+        closing.callback(console.close)
+        ray = closing.enter_context(ray_cluster(run.launch.address, 'launch.kind = "ray"', cpus=run.launch.most))
+        prepare(run, console=console)
+        return train_on_ray(ray, run, console, parts)
+
+
+def make_engine(run: Run, spec: ModelSpec, *, model: "ModelMaker | None" = None, **more: Any) -> Engine:
+    """The engine of a run; arguments are as of `train`."""
     from meshwright.engines.jax.engine import JaxEngine
     from meshwright.models.decoder import Decoder
 

@@ -9,14 +9,18 @@ import json
 import re
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.files import sync
 from meshwright.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from meshwright.storage.mirror import Mirror, Reader
 
 MANIFEST = "manifest.json"
 _SMALL = 64 * 2**20  # bytes up to which a file's content is checked, not its size alone
@@ -29,21 +33,29 @@ class Checkpoint:
 
     folder: Path
     manifest: dict[str, Any]
+    reader: "Reader | None" = None
+    """Fetches its files from an object store; None: they are here."""
 
     @property
     def step(self) -> int:
         """Updates done when it was taken."""
         return self.manifest["step"]
 
+    def fetch(self) -> None:
+        """Have its files here."""
+        if self.reader:
+            self.reader.fetch(self.folder, self.manifest)
+
     def damage(self) -> str | None:
         """What is wrong with its files; None: they are as they were written."""
+        self.fetch()
         for name, facts in self.manifest["files"].items():
             path = self.folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != facts["bytes"]:
                 return f"{name} has {path.stat().st_size:,} bytes where the manifest says {facts['bytes']:,}"
-            if "blake2b" in facts and _digest(path) != facts["blake2b"]:
+            if not is_as_written(path, facts):
                 return f"{name} has other content than was written"
         return None
 
@@ -56,12 +68,25 @@ class Checkpoints:
         keep: how many of the newest stay; the best by validation loss stays besides.
         commits: whether this process commits and removes checkpoints; of several that train together one does, and
             the others only write their part of the state.
+        on_committed: told by `wait` of the checkpoint that was under way, in every process.
+        reader: fetches what is on an object store; a `Mirror` has what is saved there, too.
     """
 
-    def __init__(self, folder: Path, keep: int, *, commits: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        commits: bool = True,
+        on_committed: Callable[[Checkpoint], None] | None = None,
+        reader: "Reader | None" = None,
+    ):
         self.folder = folder
         self.keep = keep
         self._commits = commits
+        self._on_committed = on_committed
+        self._reader = reader
+        self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -70,12 +95,14 @@ class Checkpoints:
         found = []
         for path in self.folder.glob("step_*"):
             if _NAME.fullmatch(path.name) and (manifest := _read_manifest(path / MANIFEST)):
-                found.append(Checkpoint(path, manifest))
+                found.append(Checkpoint(path, manifest, self._reader))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def at(self, step: int) -> Checkpoint:
-        """The committed one of a step."""
-        return next(checkpoint for checkpoint in self.committed() if checkpoint.step == step)
+        """The committed one of a step, with its files."""
+        found = next(checkpoint for checkpoint in self.committed() if checkpoint.step == step)
+        found.fetch()
+        return found
 
     def best(self) -> Checkpoint | None:
         """The one of the lowest validation loss, where any was evaluated."""
@@ -92,11 +119,12 @@ class Checkpoints:
             if not _NAME.fullmatch(path.name):
                 continue
             manifest = _read_manifest(path / MANIFEST)
-            damage = Checkpoint(path, manifest).damage() if manifest else f"{MANIFEST} is missing or unreadable"
+            found = Checkpoint(path, manifest, self._reader) if manifest else None
+            damage = found.damage() if found else f"{MANIFEST} is missing or unreadable"
             if damage:
                 note(f"checkpoint {path} skipped: {damage}")
-            elif manifest:
-                yield Checkpoint(path, manifest)
+            elif found:
+                yield found
 
     def sweep(self) -> None:
         """Remove what crashes left of saves and removals; call it while no other run trains here."""
@@ -118,20 +146,26 @@ class Checkpoints:
         """
         self.wait()
         name = f"step_{manifest['step']:08d}"
-        partial = self.folder / f"{name}.partial"
-        if self._commits:
+        partial, mirror = self.folder / f"{name}.partial", self._mirror
+        if mirror:
+            partial = mirror.partial(name)
+        if mirror or self._commits:
             partial.mkdir(parents=True)
         finish = write(partial)
 
         def commit() -> None:
             try:
                 finish()
+                uploaded = mirror.upload(partial, name) if mirror else None
                 if self._commits:
-                    _commit(partial, self.folder / name, manifest)
+                    _commit(partial, self.folder / name, manifest, mirror, uploaded)
                     self._prune()
+                elif mirror:
+                    shutil.rmtree(partial)
             except BaseException as error:
                 self._error = error
 
+        self._under_way = Checkpoint(self.folder / name, manifest)
         self._thread = threading.Thread(target=commit, name="checkpoint")
         self._thread.start()
 
@@ -147,14 +181,42 @@ class Checkpoints:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        saved, self._under_way = self._under_way, None
+        if saved is not None and self._on_committed is not None:
+            self._on_committed(saved)
+
+    @property
+    def _mirror(self) -> "Mirror | None":
+        from meshwright.storage.mirror import Mirror
+
+        return self._reader if isinstance(self._reader, Mirror) else None
 
     def _prune(self) -> None:
         newest_last, best = self.committed(), self.best()
         for checkpoint in newest_last[: -self.keep]:
             if best is None or checkpoint.step != best.step:
+                if self._mirror:
+                    self._mirror.remove(checkpoint.folder.name)
                 partial = checkpoint.folder.with_name(f"{checkpoint.folder.name}.partial")
                 checkpoint.folder.rename(partial)  # first, so that half a folder is never taken for a whole one
                 shutil.rmtree(partial)
+
+
+def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sizes of the files in a folder, and digests of small ones; once they are safe on disk."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        size = path.stat().st_size
+        files[str(path.relative_to(folder))] = {"bytes": size} | ({"blake2b": _digest(path)} if size <= _SMALL else {})
+        sync(path)
+    return files
+
+
+def is_as_written(path: Path, facts: dict[str, Any]) -> bool:
+    """Whether a file is there, and as its facts say."""
+    if not path.is_file() or path.stat().st_size != facts["bytes"]:
+        return False
+    return "blake2b" not in facts or _digest(path) == facts["blake2b"]
 
 
 # What a checkpoint says nothing of, since it was made before the key was there.
@@ -183,16 +245,21 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str
         raise UserError(f"{checkpoint.folder}: can't be used, since the run has changed since:\n{what}\n  {advice}")
 
 
-def _commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    files = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        files[str(path.relative_to(partial))] = {"bytes": size} | ({"blake2b": _digest(path)} if size <= _SMALL else {})
-        sync(path)
+def _commit(
+    partial: Path,
+    final: Path,
+    manifest: dict[str, Any],
+    mirror: "Mirror | None",
+    uploaded: dict[str, dict[str, Any]] | None,
+) -> None:
+    files = facts_of(partial) if uploaded is None else uploaded
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**manifest, "files": files}, file, indent=1)
+        unique = {"upload": uuid.uuid4().hex} if mirror else {}  # a copy is known by its manifest
+        json.dump({**manifest, **unique, "files": files}, file, indent=1)
     sync(partial / MANIFEST)
     sync(partial)
+    if mirror:
+        mirror.publish(final.name, partial / MANIFEST)
     if final.exists():
         final.rename(_free_name(final))  # damaged, or it would have been gone on from
     partial.rename(final)

@@ -123,8 +123,11 @@ def train(run_file: str, overrides: tuple[str, ...]) -> None:
 
     run = load_run(run_file, overrides)
     if run.launch.kind == "processes":
+        from meshwright.launch.by_hand import place_by_hand, train_by_hand
         from meshwright.launch.processes import train_in_processes
 
+        if place := place_by_hand(run):
+            train_by_hand(place)
         sys.exit(train_in_processes(run))
     outcome = train(run)
     if outcome.stopped_by:
@@ -240,9 +243,10 @@ def report(run_dir: str) -> None:
     Example:
       meshwright report runs/stdlib
     """
+    from meshwright.storage.mirror import local_run
     from meshwright.track.report import write_report
 
-    click.echo(write_report(run_dir))
+    click.echo(write_report(local_run(run_dir)))
 
 
 @main.command()

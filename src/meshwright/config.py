@@ -8,22 +8,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Tag,
     ValidationError,
     model_validator,
 )
 
+from meshwright.config_base import NonNegativeFloat, Section
+from meshwright.config_data import DataSection, MixedSource, WeightFrom
+from meshwright.config_launch import LaunchSection
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ModelSpec
 from meshwright.starting import from_checkpoint, from_preset, tokenizer_of
+from meshwright.storage.store import copy_of, is_remote
 
 
 def _mesh_size(value: int) -> int:
@@ -34,19 +34,6 @@ def _mesh_size(value: int) -> int:
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 MeshSize = Annotated[int, AfterValidator(_mesh_size)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-
-
-def _share_or_source(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError("a share of documents, at least 0 and less than 1, or the name of a source")
-    return value
-
-
-def _one_or_several(value: Any) -> str:
-    return "<several>" if isinstance(value, list) else "<one>"
 
 
 def _name(value: str) -> str:
@@ -57,94 +44,6 @@ def _name(value: str) -> str:
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The axes of the mesh, the one between the most distant devices first."""
-
-
-class Section(BaseModel):
-    """A table of the run file: frozen, typed, and closed (an unknown key is an error)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class SourceKeys(Section):
-    """How a source is read."""
-
-    field: str = "text"
-    """Key of JSON lines, or column of Parquet, CSV or a dataset, that holds a document's text."""
-    separator: str = ""
-    """Text between two documents of one text file, such as `<|endoftext|>`; empty: one file is one document."""
-    include: list[str] = []
-    """Globs on the files' paths, such as `*.rs`; empty: all files."""
-    exclude: list[str] = []
-    """Globs on the paths of files to leave out."""
-    max_document_mb: PositiveFloat = 64.0
-    """Megabytes of the largest document; a larger one, and a longer line, is bad input."""
-    strip_licence: bool = False
-    """Whether to take the licence off the head of source code: a first comment that speaks of copyright or licence."""
-    chat: str = ""
-    """For conversations: `chatml`, `tokenizer` (the template of an `hf:` one), or the path of a Jinja template."""
-
-
-class WeightFrom(Section):
-    """Another weight from a step on."""
-
-    step: NonNegativeInt
-    """The first step that has this weight."""
-    weight: NonNegativeFloat
-    """As in the source's own `weight`."""
-
-
-class MixedSource(Section):
-    """One source of several; what is left out is as in `[data]`."""
-
-    source: str
-    """As `data.train`."""
-    weight: NonNegativeFloat = 1.0
-    """Its share of the examples, beside the other sources' weights."""
-    later: list[WeightFrom] = []
-    """Other weights from later steps on, in their order."""
-    field: str | None = None
-    separator: str | None = None
-    include: list[str] | None = None
-    exclude: list[str] | None = None
-    max_document_mb: PositiveFloat | None = None
-    strip_licence: bool | None = None
-    chat: str | None = None
-
-
-class DataSection(SourceKeys):
-    """Where text comes from, and how it becomes examples."""
-
-    train: Annotated[
-        Annotated[str, Tag("<one>")] | Annotated[list[MixedSource], Tag("<several>"), Field(min_length=1)],
-        Discriminator(_one_or_several),
-    ]
-    """`python-stdlib`, a file, folder, glob, address, `hf:<dataset>` or store; or several with weights (`data.md`)."""
-    validation: Annotated[float | str, BeforeValidator(_share_or_source)] = 0.01
-    """The share of documents that is held out, or a source of its own."""
-    packing: Literal["stream", "padded", "packed"] = "stream"
-    """`stream`: windows over all tokens. `padded`: a document a row, cut or filled. `packed`: whole ones in a row."""
-    document_mask: bool = True
-    """Under `packed`, whether attention stays within a document, whose positions then start from 0."""
-    on_bad: Literal["skip", "stop"] = "skip"
-    """What to do with input that can't be used: leave it out, count and name it, or stop there."""
-    deduplicate: bool = False
-    """Whether to keep just the first of documents with the same text."""
-    normalize: Literal["none", "nfc", "nfkc"] = "none"
-    """Unicode normalisation of the text."""
-    processes: NonNegativeInt = 0
-    """Processes that make tokens; 0: one a core."""
-    stream: bool = False
-    """Whether to make tokens as training goes on, from a Ray Data stream, for a corpus too large to prepare."""
-    store: str = ""
-    """Folder of the token store; empty: `stores/<key>`, where the key names the source and the tokenizer."""
-
-    @property
-    def sources(self) -> list[MixedSource]:
-        """All sources, each with every key filled in."""
-        shared = {key: getattr(self, key) for key in SourceKeys.model_fields}
-        listed = self.train if isinstance(self.train, list) else [MixedSource(source=self.train)]
-        own = [{key: value for key, value in one.model_dump().items() if value is not None} for one in listed]
-        return [MixedSource(**{**shared, **keys}) for keys in own]
 
 
 class TokenizerSection(Section):
@@ -301,19 +200,6 @@ class CheckpointSection(Section):
     """The newest ones to keep; the best by validation loss stays besides."""
 
 
-class LaunchSection(Section):
-    """Where the run runs."""
-
-    kind: Literal["local", "processes", "ray"] = "local"
-    """`local`: in this process. `processes`: in several of this machine, as one. `ray`: `prepare` on a Ray cluster."""
-    address: str = ""
-    """The Ray cluster's; empty: `RAY_ADDRESS`, and without that one of this machine is started and stopped."""
-    workers: PositiveInt = 1
-    """How many processes, under `processes`."""
-    devices_per_worker: NonNegativeInt = 0
-    """Devices of each process: on a CPU virtual ones, on GPUs its share of the cards. 0: what there is."""
-
-
 def _first_and_last(value: list[int]) -> list[int]:
     if value and (len(value) != 2 or value[0] > value[1]):
         raise ValueError("two steps, the first and the last, such as [20, 25]; or [] for none")
@@ -344,7 +230,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial parameters, the order of the data, dropout and samples."""
     run_dir: str = ""
-    """Folder of the run; empty: `runs/<name>`."""
+    """Folder of the run, or `s3://bucket/path` or `gs://bucket/path`; empty: `runs/<name>`."""
     data: DataSection
     tokenizer: TokenizerSection = TokenizerSection()
     model: ModelSection
@@ -414,10 +300,6 @@ class Run(Section):
             raise ValueError(
                 f"mesh.pipeline_rounds = {self.mesh.pipeline_rounds}: needs mesh.pipeline of 2 or more; leave it out"
             )
-        if self.launch.kind != "processes" and self.launch.workers > 1:
-            raise ValueError(
-                f'launch.workers = {self.launch.workers}: needs launch.kind = "processes"; set it, or leave workers out'
-            )
 
     def _check_stream(self) -> None:
         data, launch = self.data, self.launch
@@ -440,8 +322,8 @@ class Run(Section):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
-        return Path(self.run_dir or f"runs/{self.name}")
+        """The run directory; of one on an object store this machine's copy."""
+        return copy_of(self.run_dir) if is_remote(self.run_dir) else Path(self.run_dir or f"runs/{self.name}")
 
     @property
     def micro_batch_size(self) -> int:

@@ -136,7 +136,7 @@ def make_plan(run: Run, *, devices: int | None = None, compiled: bool = True) ->
         estimate=estimate(run, spec, mesh, state, dtype),
         xla_bytes=xla_bytes,
         xla_missing=missing,
-        memory=device_memory(run.launch.workers) if devices == here else None,
+        memory=device_memory(run.launch.processes_here) if devices == here else None,
     )
 
 
@@ -164,13 +164,13 @@ def _devices_of(run: Run, here: int) -> int:
     if launch.kind == "local":
         return here
     if launch.devices_per_worker:
-        return launch.workers * launch.devices_per_worker
-    return launch.workers * here if jax.default_backend() == "cpu" else here
+        return launch.processes * launch.devices_per_worker
+    return launch.processes * here if jax.default_backend() == "cpu" else here
 
 
 def _layout(plan: Plan) -> Rows:
     run, mesh = plan.run, plan.mesh
-    t, processes = run.train, max(jax.process_count(), run.launch.workers)
+    t, processes = run.train, max(jax.process_count(), run.launch.processes)
     here, kind = jax.device_count(), jax.devices()[0].device_kind
     devices = f"{plan.devices} x {kind}" if plan.devices == here else f"{plan.devices} (here: {here} x {kind})"
     rows = [("devices", f"{devices}, in {processes} process{'es' if processes > 1 else ''}")]

@@ -11,7 +11,8 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 from meshwright.models.spec import ModelSpec
 
-_HEADER = "# The run file as resolved by meshwright: every key with its value. Written anew at each start.\n"
+HEADER = "# The run file as resolved by meshwright: every key with its value. Written anew at each start.\n"
+"""How a `run.toml` begins that isn't the user's own."""
 
 
 class RunDirectory:
@@ -43,10 +44,10 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "w")  # noqa: SIM115  (closed below)
-            theirs = self.run_file.read_text(encoding="utf-8") if self.run_file.exists() else _HEADER
+            theirs = self.run_file.read_text(encoding="utf-8") if self.run_file.exists() else HEADER
         except OSError as error:
             raise UserError(f"run_dir = {str(self.path)!r}: can't be written to: {error.strerror}") from None
-        if not theirs.startswith(_HEADER):
+        if not theirs.startswith(HEADER):
             raise UserError(
                 f"{self.run_file}: would be overwritten by the resolved run file; set run_dir to a folder of its own"
             )
@@ -71,7 +72,7 @@ class RunDirectory:
         """
         model = run.model.model_copy(update={"vocab_size": spec.vocab_size})
         data = run.data.model_copy(update={"train": str(store), "store": ""}) if store else run.data
-        text = _HEADER + run.model_copy(update={"model": model, "data": data}).to_toml()
+        text = HEADER + run.model_copy(update={"model": model, "data": data}).to_toml()
         beside = self.run_file.with_suffix(".partial")
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.run_file)

@@ -2,21 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoints import Checkpoint, Checkpoints, check_identity
+from meshwright.checkpoints import Checkpoint, Checkpoints
 from meshwright.config import Run
 from meshwright.data.corpus import Corpus
 from meshwright.data.documents import Source
 from meshwright.data.feed import Batches, Feed
 from meshwright.data.loader import TrainData, eval_batches
-from meshwright.data.mixing import stages_of
-from meshwright.data.order import with_batch_size
 from meshwright.data.prepare import prepare
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine, Sampling
@@ -25,8 +23,10 @@ from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.profiling import Profile
 from meshwright.recorder import Recorder
+from meshwright.resuming import batch_sizes_of, identity_of, resume, with_start
 from meshwright.rundir import RunDirectory
-from meshwright.signals import stop_signals
+from meshwright.signals import Stop, stop_signals
+from meshwright.storage.mirror import mirror_of
 from meshwright.track.console import Console, Summary
 from meshwright.track.report import write_report
 from meshwright.track.trackers import Trackers
@@ -58,6 +58,8 @@ def train(
     source: Source | None = None,
     group: Group = ALONE,
     feed: Feed | None = None,
+    stop: Stop | None = None,
+    on_committed: Callable[[Checkpoint], None] | None = None,
 ) -> Outcome:
     """Train as a run file says; go on from the newest sound checkpoint where there is one.
 
@@ -68,6 +70,8 @@ def train(
         source: documents from Python in place of `data.train`.
         group: the processes that train together, each calling this. One of them speaks and writes for all.
         feed: makes the examples on the way, in place of stores that are prepared.
+        stop: asks for an end; None: this process's signals do.
+        on_committed: told of each new checkpoint when it is whole, in every process, after the same step.
 
     Raises:
         UserError: the data, the run directory or a checkpoint doesn't fit the run, or the loss stopped being finite.
@@ -77,6 +81,8 @@ def train(
         directory = RunDirectory(run.directory)
         if group.is_primary:
             closing.enter_context(directory.locked())
+        if mirror := mirror_of(run.run_dir, group, console.note):
+            closing.enter_context(mirror)
         trackers = closing.enter_context(Trackers(run, directory if group.is_primary else None, console))
         if feed:
             corpus = feed.corpus(console.prepare_progress, console.note)
@@ -84,11 +90,17 @@ def train(
             corpus = prepare_once(run, source, console, group)
         tokenizer, spec = corpus.tokenizer(), resolve_spec(run, corpus)
         eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
-        checkpoints = Checkpoints(directory.checkpoints, run.checkpoint.keep, commits=group.is_primary)
+        checkpoints = Checkpoints(
+            directory.checkpoints,
+            run.checkpoint.keep,
+            commits=group.is_primary,
+            on_committed=on_committed,
+            reader=mirror,
+        )
         checkpoints.sweep()
-        started_as = _with_start(run, corpus, checkpoints, trackers.note, group)
+        started_as = with_start(run, corpus, checkpoints, trackers.note, group)
         engine = make_engine(started_as, spec)
-        identity = partial(_identity, run, spec, corpus, engine)
+        identity = partial(identity_of, run, spec, corpus, engine)
         resumed = resume(engine, checkpoints, identity, trackers.note, group)
         start, tokens = (resumed.step, resumed.manifest["tokens"]) if resumed else (0, 0)
         batch_sizes = batch_sizes_of(run, resumed)
@@ -98,7 +110,7 @@ def train(
         trackers.start(_header(run, engine, corpus, data), start)
         recorder = Recorder(run, trackers, start, tokens, data.taken, engine.token_seconds)
         profile = closing.enter_context(Profile(run, engine.trace, directory.profile if group.is_primary else None))
-        stop = closing.enter_context(stop_signals())
+        stop = stop or closing.enter_context(stop_signals())
 
         step, evaluation, ended_by = start, {}, 0
         for step, batch in enumerate(data.batches(start, engine.rows), start + 1):
@@ -164,132 +176,6 @@ def resolve_spec(run: Run, corpus: Corpus) -> ModelSpec:
             f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; leave the key out"
         )
     return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
-
-
-def _with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Run:
-    """The run, with `model.init` as the engine is to start: `random` where a checkpoint of its own is gone on from, but
-    under LoRA what that one is based on; and of another run's directory the folder of its newest sound checkpoint."""
-    init = run.model.init
-    if own := checkpoints.committed():
-        init = own[-1].manifest.get("base", "random")
-    elif init != "random" and not init.startswith("hf:"):
-        theirs = Checkpoints(RunDirectory(Path(init)).checkpoints, 1, commits=False)
-        found = next(_sound_for_all(theirs, note, group), None)
-        if found is None:
-            raise UserError(f"model.init = {init!r}: has no checkpoint that can be read; train it first")
-        key = "tokenizer (fingerprint)"
-        check_identity(
-            found,
-            {key: data_identity(corpus)[key]},
-            f"Take its tokenizer: leave [tokenizer] out, or set tokenizer.kind = 'hf:{init}/tokenizer'.",
-        )
-        init = str(found.folder.absolute())
-    elif run.lora.rank and (folder := Path(init.removeprefix("hf:")).expanduser()).is_dir():
-        init = f"hf:{folder.absolute()}"  # it is needed again, maybe from elsewhere
-    return run.model_copy(update={"model": run.model.model_copy(update={"init": init})})
-
-
-def data_identity(corpus: Corpus) -> dict[str, str]:
-    """What tells the data of one run from those of another."""
-    return {
-        "tokenizer (fingerprint)": corpus.tokenizer_fingerprint[:16],
-        "data (fingerprint)": corpus.fingerprint[:16],
-    }
-
-
-def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
-    """What must stay the same in a run file for training to go on as if nothing had happened."""
-    return {
-        "engine": run.engine,
-        "seed": run.seed,
-        **{f"model.{key}": value for key, value in spec.model_dump().items()},
-        **(
-            {f"lora.{key}": value for key, value in run.lora.model_dump().items()}
-            if run.lora.rank
-            else {"lora.rank": 0}
-        ),
-        "data.packing": run.data.packing,
-        **({"data.document_mask": run.data.document_mask} if run.data.packing == "packed" else {}),
-        "train.sequence_length": run.train.sequence_length,
-    }
-
-
-def _identity(run: Run, spec: ModelSpec, corpus: Corpus, engine: Engine, step: int) -> dict[str, Any]:
-    mixing = {}
-    if len(corpus.stores) > 1:  # weights of later steps may be changed
-        stages = [[start, list(shares)] for start, shares in stages_of(corpus.weights) if start < step]
-        mixing = {f"data.train (shares of the sources before step {step})": stages}
-    return {**run_identity(run, spec), **data_identity(corpus), **mixing, **engine.identity}
-
-
-def batch_sizes_of(run: Run, resumed: Checkpoint | None) -> list[list[int]]:
-    """The batch sizes of all steps, `[from_step, size]` each: those of the checkpoint, then `train.batch_size`."""
-    if resumed is None:
-        return [[0, run.train.batch_size]]
-    # A checkpoint made before sizes could change has its one size among what must stay the same.
-    only = resumed.manifest["identity"].get("train.batch_size", run.train.batch_size)
-    before = resumed.manifest.get("batch_sizes", [[0, only]])
-    return with_batch_size(before, resumed.step, run.train.batch_size)
-
-
-def resume(
-    engine: Engine,
-    checkpoints: Checkpoints,
-    identity: Callable[[int], dict[str, Any]],
-    note: Callable[[str], None],
-    group: Group = ALONE,
-) -> Checkpoint | None:
-    """Put the engine where the newest sound checkpoint left it.
-
-    Arguments:
-        engine: freshly made.
-        checkpoints: the run's.
-        identity: what must be as it was, for a checkpoint of so many updates.
-        note: told of each checkpoint that is passed over, and why.
-        group: the processes that train together; all take up the same checkpoint.
-
-    Returns:
-        The checkpoint gone on from; None: the run has none yet.
-
-    Raises:
-        UserError: the newest sound one belongs to another run, or there are some and none can be read.
-    """
-    passed = []
-
-    def pass_over(text: str) -> None:
-        passed.append(text)
-        note(text)
-
-    for checkpoint in _sound_for_all(checkpoints, pass_over, group):
-        advice = "Undo the change, or give the run another name or run_dir to start afresh."
-        check_identity(checkpoint, identity(checkpoint.step), advice)
-        problem = None
-        try:
-            engine.restore(checkpoint.folder)
-        except UserError:
-            raise
-        except Exception as error:
-            problem = _first_line(error)
-        problems = [one for one in group.gather(problem, "restored") if one]
-        if not problems:
-            return checkpoint
-        pass_over(f"checkpoint {checkpoint.folder} skipped: {problems[0]}")
-    if passed:
-        raise UserError(
-            f"{checkpoints.folder}: no checkpoint here can be read; move the folder away to start afresh, "
-            "or put a whole checkpoint back"
-        )
-    return None
-
-
-def _sound_for_all(checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Iterator[Checkpoint]:
-    sound = checkpoints.sound(note) if group.is_primary else iter(())
-    while True:
-        candidate = next(sound, None)
-        step = group.broadcast(candidate.step if candidate else None, "checkpoint")
-        if step is None:
-            return
-        yield candidate or checkpoints.at(step)
 
 
 def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:
@@ -411,7 +297,3 @@ def _is_finite(evaluation: dict[str, float]) -> bool:
 
 def _summary(evaluation: dict[str, float]) -> dict[str, float]:
     return {key: evaluation[key] for key in ("val_loss", "val_bits_per_byte") if key in evaluation}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data import readers
 from meshwright.data.documents import Document, PlacedSource
 from meshwright.data.sources import open_source
@@ -306,7 +306,7 @@ def test_documents_and_lines_that_are_too_large(tmp_path):
 PEAK = """
 import sys
 import pyarrow.parquet, zstandard
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.sources import open_source
 from meshwright.errors import UserError
 

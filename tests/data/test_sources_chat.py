@@ -4,7 +4,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.sources import open_source
 
 TURNS = [{"role": "user", "content": "grüß dich"}, {"role": "assistant", "content": "hallo"}]

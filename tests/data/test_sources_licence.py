@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.licence import without_licence
 from meshwright.data.sources import open_source
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.sources import open_source
 from meshwright.errors import UserError
 

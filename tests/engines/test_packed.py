@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import run_values
+from helpers import QUICK, run_values
 from processes import run_processes
 
 from meshwright.config import Run, make_run
@@ -138,7 +138,7 @@ def on_meshes(group) -> list[list[float]]:
 
 
 def test_a_mesh_sees_documents_as_one_device_does(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # most of the time goes into compiling
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
     (found,) = run_processes(on_meshes, workers=1, devices_per_worker=4, timeout=200)
     loss, gradients = loss_and_gradients(make("gpt2-tiny"))(packed())
     expected = [float(loss), float(optax.global_norm(gradients))]

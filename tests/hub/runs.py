@@ -5,6 +5,8 @@ from pathlib import Path
 from glass import ENGLISH
 
 import meshwright as mw
+from meshwright.engines.jax.engine import JaxEngine
+from meshwright.engines.jax.start import start_state
 
 
 def still_run(folder: Path, name: str, init: str, **sections) -> mw.Run:
@@ -25,6 +27,14 @@ def still_run(folder: Path, name: str, init: str, **sections) -> mw.Run:
     for key, section in sections.items():
         values[key] = {**values.get(key, {}), **section}
     return mw.make_run(values)
+
+
+def started(run: mw.Run) -> JaxEngine:
+    """An engine with the parameters that a run starts from; it doesn't train, so no train step is compiled."""
+    engine = JaxEngine(run, run.model.spec, training=False)
+    if not run.lora.rank:  # with adapters it has them already
+        engine._state = start_state(engine._program)
+    return engine
 
 
 def all_parameters(run_dir: Path) -> dict:

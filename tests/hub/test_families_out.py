@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from runs import started
 from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright.data.tokenizer import ByteTokenizer
-from meshwright.engines.jax.engine import JaxEngine
 from meshwright.hub.write import Trained, export
 
 _SIZES = {
@@ -55,8 +55,7 @@ def test_in_and_out(family, tmp_path):
             "train": {"sequence_length": 16},
         }
     )
-    engine = JaxEngine(run, run.model.spec)
-    trained = Trained(run, engine, ByteTokenizer(), {"step": 0}, {})
+    trained = Trained(run, started(run), ByteTokenizer(), {"step": 0}, {})
     done = export(tmp_path / "out", trained, tokens(), shard_bytes=20_000)
     assert sum("largest difference of logits" in line for line in done.proof) == 2
     came, went = saved(tmp_path / "in"), saved(tmp_path / "out")

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from glass import CONFIG, glass_tensors
-from runs import all_parameters, still_run
+from runs import all_parameters, started, still_run
 from safetensors.numpy import save_file
 
 import meshwright as mw
-from meshwright.engines.jax.engine import JaxEngine
 from meshwright.errors import UserError
 
 
@@ -118,8 +117,7 @@ def start(folder, change):
     change(tensors)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
-    run = section(f"hf:{folder}")
-    return JaxEngine(run, run.model.spec)
+    return started(section(f"hf:{folder}"))
 
 
 @pytest.mark.parametrize("message", FAULTS)

@@ -268,9 +268,9 @@ def test_an_address_where_no_cluster_is_is_refused_at_once(corpus, tmp_path):
         prepare(run, console=_console())
 
 
-def test_train_under_ray_is_refused_and_says_what_to_use(corpus, tmp_path):
-    with pytest.raises(UserError, match=r'launch.kind = "ray": only `meshwright prepare`.*"local"'):
-        train(a_run(corpus, tmp_path / "store", launch={"kind": "ray"}))
+def test_documents_from_python_are_no_data_for_a_run_on_ray(corpus, tmp_path):
+    with pytest.raises(UserError, match=r'launch.kind = "ray": reads what data.train names; leave out `source`'):
+        train(a_run(corpus, tmp_path / "store", launch={"kind": "ray"}), source=Documents("a text"))
 
 
 STREAM = {"stream": True, "validation": 0}

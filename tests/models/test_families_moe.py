@@ -222,7 +222,7 @@ MORE_FAULTS = {
 def test_each_choice_matters(name, change):
     it, (want, _, _) = case(name), step(name)
     spec = it.spec.model_copy(update=change)
-    assert np.abs(our_logits(spec, it.params, tokens()) - want).max() > 1e-3
+    assert np.abs(our_logits(spec, it.params, tokens(), scan_layers=True) - want).max() > 1e-3
 
 
 def test_the_bias_changes_who_is_chosen_alone():

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import BATCH, BY_NAME, FAMILIES, STEPS, TIME, VOCAB, Layout
+from helpers import QUICK
 
 
 def make(family: str, layout: Layout, accumulate: int, **model):
@@ -166,8 +167,7 @@ def write(path: Path, found: dict[str, np.ndarray]) -> None:
 def main() -> None:
     family, folder, devices, *names = sys.argv[1:]
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Nearly all the time goes into compiling.
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {QUICK}"
     for name in names:
         layout, accumulate = BY_NAME[name.rpartition("/")[0]], int(name.rpartition("/")[2])
         write(file_of(Path(folder), layout, accumulate), train(family, layout, accumulate))

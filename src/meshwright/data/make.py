@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.config import DataSection
+from meshwright.config_data import DataSection
 from meshwright.data.chat import make_template
 from meshwright.data.documents import Source
 from meshwright.data.duplicates import Seen

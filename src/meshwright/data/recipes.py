@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.config import DataSection, MixedSource, Run, TokenizerSection
+from meshwright.config import Run, TokenizerSection
+from meshwright.config_data import DataSection, MixedSource
 from meshwright.data.chat import make_template
 from meshwright.data.documents import Source
 from meshwright.data.make import Recipe

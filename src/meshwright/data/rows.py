@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.licence import without_licence
 
 _MISSING = object()

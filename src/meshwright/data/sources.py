@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import SourceKeys
+from meshwright.config_data import SourceKeys
 from meshwright.data.documents import Document, PlacedSource, Source
 from meshwright.data.hub import open_dataset
 from meshwright.data.listing import Folder, Listing, below, list_local, list_remote, local_listing, matcher

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,9 +37,10 @@ def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
 
     logging.disable_progress_bar()
     try:
-        model, about = AutoModelForCausalLM.from_pretrained(
+        opened: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
         )
+        model, about = opened
     except Exception as error:
         raise UserError(f"transformers can't open it: {type(error).__name__}: {error}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -1,8 +1,12 @@
 """Which devices a process trains on: what JAX must be told before it starts, and each worker's share of the cards."""
 
-import ctypes
 import os
 import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import takewhile
@@ -12,7 +16,14 @@ from meshwright.errors import UserError
 from meshwright.launch.group import JaxGroup
 
 _HEARTBEAT_SECONDS = 20
+_LOOPBACK = "127.0.0.1"
 _THREADS = 64
+_ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737); nothing is sent there
+_COUNT = """
+import ctypes
+cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+print(0 if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found)) else found.value)
+"""
 
 
 def on_cpu() -> bool:
@@ -55,7 +66,7 @@ def shares_of_cards(run: Run) -> list[dict[str, str]]:
     Raises:
         UserError: there are too few NVIDIA cards, or they can't be shared equally.
     """
-    workers, each = run.launch.workers, run.launch.devices_per_worker
+    workers, each = run.launch.processes, run.launch.devices_per_worker
     if on_cpu():
         return [{} for _ in range(workers)]
     key = f"launch.workers = {workers}" + (f" with launch.devices_per_worker = {each}" if each else "")
@@ -69,11 +80,11 @@ def shares_of_cards(run: Run) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(cards[i * each : (i + 1) * each])} for i in range(workers)]
 
 
-def join(port: int, rank: int, size: int) -> JaxGroup:
-    """Become one of the processes of a run on this machine; call it before JAX starts its backend.
+def join(address: str, rank: int, size: int) -> JaxGroup:
+    """Become one of the processes of a run; call it before JAX starts its backend.
 
     Arguments:
-        port: where rank 0 listens, on this machine alone.
+        address: `host:port` where rank 0 listens; with `127.0.0.1` on its machine alone.
         rank: of this process.
         size: how many there are.
 
@@ -84,8 +95,9 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
     import jax
     from jax._src import distributed
 
-    # gRPC would ask the user's proxy for this machine itself, and JAX warns of that.
-    os.environ.setdefault("no_grpc_proxy", "127.0.0.1")
+    host = address.rpartition(":")[0]
+    # gRPC would ask the user's proxy for a machine beside this one, and JAX warns of that.
+    os.environ.setdefault("no_grpc_proxy", host)
     jax.config.update("jax_check_proxy_envs", False)
     # It would catch SIGTERM, which the trainer catches, and hold up the exit after one by minutes.
     jax.config.update("jax_enable_preemption_service", False)
@@ -96,15 +108,39 @@ def join(port: int, rank: int, size: int) -> JaxGroup:
         # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
         # could be taken for another's: each process might come to it in another order.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+        _listen_for_others(address)
     jax.distributed.initialize(
-        f"127.0.0.1:{port}",
+        address,
         size,
         rank,
-        coordinator_bind_address=f"127.0.0.1:{port}",
+        coordinator_bind_address=address if host == _LOOPBACK else None,
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
     return JaxGroup(distributed.global_state.client, rank, size)
+
+
+def _listen_for_others(address: str) -> None:
+    # Gloo would listen where the name of this machine leads, which may be its loopback (Debian's 127.0.1.1).
+    from jax._src.lib import _jax
+
+    host = address.rpartition(":")[0].strip("[]")
+    own = own_address(host)
+    if own.startswith("127.") and not host.startswith("127."):
+        own = own_address(_ELSEWHERE)
+    if own:
+        make = _jax.make_gloo_tcp_collectives
+        _jax.make_gloo_tcp_collectives = partial(make, hostname=own)
+
+
+def own_address(host: str) -> str:
+    """The address of this machine by which another one is reached; empty: it isn't."""
+    with suppress(OSError):
+        family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return probe.getsockname()[0]
+    return ""
 
 
 def _use_virtual_devices(wanted: int) -> None:
@@ -151,11 +187,7 @@ def _visible_cards() -> list[str]:
 
 
 def _card_count() -> int:
-    # JAX would start its backend for this, and a launcher that did would keep the cards' memory from its workers.
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    found = ctypes.c_int()
-    failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(found))
-    return 0 if failed else found.value
+    # JAX would start its backend for this, and a launcher that did would keep the cards' memory from its workers. CUDA
+    # reads CUDA_VISIBLE_DEVICES once a process, and this one may have yet to set it.
+    done = subprocess.run([sys.executable, "-S", "-c", _COUNT], capture_output=True, text=True)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0

@@ -77,18 +77,18 @@ def main() -> None:
     """A worker's whole life; its arguments are as `WORKER` says."""
     rank, size, port, parent = map(int, sys.argv[1:])
     end_with(parent)
-    _keep_stdout_to_python()
+    keep_stdout_to_python()
     try:
         code = _train(sys.stdin.buffer.read().decode(), rank, size, port)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        _leave(USER_ERROR)
+        leave(USER_ERROR)
     except OSError as error:  # as the command shows it
         print(f"error: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
-        _leave(USER_ERROR)
+        leave(USER_ERROR)
     except BaseException:
         traceback.print_exc()
-        _leave(1)
+        leave(1)
     sys.exit(code)
 
 
@@ -265,23 +265,26 @@ def _train(text: str, rank: int, size: int, port: int) -> int:
 
     run = make_run(tomllib.loads(text))
     prepare_devices(run)
-    outcome = train(run, group=join(port, rank, size))
+    outcome = train(run, group=join(f"127.0.0.1:{port}", rank, size))
     jax.distributed.shutdown()
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _keep_stdout_to_python() -> None:
-    # Gloo says on C's standard output, amid the trainer's lines or bar, each time that it has connected.
+def keep_stdout_to_python() -> None:
+    """Keep what libraries write on C's standard output out of this process's, from now on."""
+    # Gloo says there, amid the trainer's lines or bar, each time that it has connected.
     own = sys.stdout
     sys.stdout = open(os.dup(1), "w", buffering=1, encoding=own.encoding, errors=own.errors)  # noqa: SIM115  (for good)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
 
 
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # see `join`
+def leave(code: int) -> NoReturn:
+    """End this process at once: an ordinary exit would wait for the other workers."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
 
 
 def _watch(parent: int) -> None:

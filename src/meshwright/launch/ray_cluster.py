@@ -3,10 +3,12 @@
 import logging
 import os
 import signal
+import site
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
@@ -15,13 +17,14 @@ _REACH_SECONDS = 10.0
 
 
 @contextmanager
-def ray_cluster(address: str, key: str) -> Iterator[Any]:
+def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
     """Be connected to a cluster; a connection that is there already is used, and kept.
 
     Arguments:
         address: as `launch.address`; empty: `RAY_ADDRESS`, and without that a cluster of this machine, which is started
             and stopped here.
         key: the run file's key and value that ask for Ray, for error messages.
+        cpus: how many a cluster of this machine must say that it has, whether or not it does.
 
     Returns:
         The module `ray`.
@@ -42,25 +45,42 @@ def ray_cluster(address: str, key: str) -> Iterator[Any]:
         yield ray
         return
     on_terminate = signal.getsignal(signal.SIGTERM)
+    # Of each process that dies Ray says so, at length, on standard output, whatever it was told to log.
+    ray._private.worker._worker_logs_enabled = False
     try:
-        _connect(ray, address or os.environ.get("RAY_ADDRESS", ""))
+        _connect(ray, address or os.environ.get("RAY_ADDRESS", ""), cpus)
         yield ray
     finally:
         ray.shutdown()
+        ray._private.worker._worker_logs_enabled = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray sets its own
 
 
-def _connect(ray: Any, address: str) -> None:
+def package_path() -> dict[str, str]:
+    """`PYTHONPATH` for other processes, where this package isn't installed but lies in a folder of its own."""
+    folder = str(Path(__file__).parents[2])
+    given = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+    if folder in (*site.getsitepackages(), site.getusersitepackages()):
+        return {"PYTHONPATH": given} if given else {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, given]))}
+
+
+def _connect(ray: Any, address: str, cpus: int) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address in ("", "local"):
         # No word to Ray's makers of what a user trains on.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address="local", include_dashboard=False, **quiet)
+        # Its processes would give way to any other of this machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        many = max(cpus, os.cpu_count() or 1)
+        ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
         return
     try:
         _reach(address)
-        ray.init(address=address, **quiet)
+        # A job may have a PYTHONPATH of its own.
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+        ray.init(address=address, runtime_env={"env_vars": package_path()}, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

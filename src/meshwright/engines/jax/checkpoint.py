@@ -23,18 +23,23 @@ _FOLDER = "state"
 _ORDER = "order_of_layers"
 
 
-def save_state(folder: Path, state: TrainState, plan: StatePlan) -> Callable[[], None]:
+def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool = False) -> Callable[[], None]:
     """Copy the state off the devices, then write it in the background.
 
     Arguments:
-        folder: an existing, empty folder; the same one in every process.
+        folder: an existing, empty folder; the same one in every process, unless they are apart.
         state: may be donated to the next step as soon as this returns.
         plan: the state's.
+        apart: whether each process has a folder of its own. The files of all of them, put into one folder, are the
+            state then; of a name that several have, any one will do.
 
     Returns:
         A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
     """
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    # OCDBT's files of all processes must be merged, in one folder; without it each shard is a file.
+    alone = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
+    alone = alone if apart and jax.process_count() > 1 else {}
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=not alone, **alone), **alone)
     arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
     checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 

@@ -30,6 +30,7 @@ from meshwright.hub.reader import Checkpoint
 from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.hf import spec_from_hf
 from meshwright.models.spec import ModelSpec
+from meshwright.storage.store import is_remote
 
 RESERVED_METRICS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu", "epochs"),
@@ -105,7 +106,7 @@ class JaxEngine:
 
     def save(self, folder: Path) -> Callable[[], None]:
         """See `Engine.save`."""
-        return save_state(folder, self._state, self._program.state)
+        return save_state(folder, self._state, self._program.state, apart=is_remote(self._program.run.run_dir))
 
     def restore(self, folder: Path) -> None:
         """See `Engine.restore`."""

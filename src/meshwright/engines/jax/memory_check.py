@@ -55,7 +55,7 @@ def fitting_train_step(program: Program, *, training: bool = True) -> Callable[.
     Raises:
         UserError: the run needs more memory than a device has.
     """
-    memory = device_memory(program.run.launch.workers)
+    memory = device_memory(program.run.launch.processes_here)
     if memory is None:
         return program.train_step
     check_state(program, memory)

@@ -1,0 +1,229 @@
+"""Between the driver of a run on Ray and its workers: what the workers have to say, and whether they are to stop."""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from meshwright.signals import Stop
+from meshwright.track.console import Summary
+
+BEAT_SECONDS = 0.5
+"""Seconds between two beats of a worker."""
+
+CLOSED = -1
+"""In place of a signal: this process is to end at once."""
+
+_LOST_SECONDS = 60.0
+_PROGRESS_SECONDS = 0.2
+_PATIENCE_SECONDS = 10.0
+_MEASURED = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run, and isn't mended by starting again."""
+
+    worker: int
+    node: str
+    text: str
+    """The line of a user's mistake, or a traceback."""
+    mistake: bool
+    """Whether it is a user's."""
+
+
+@dataclass
+class News:
+    """What has come to the desk since it was last asked."""
+
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    """Methods of a console to call, with their arguments."""
+    failure: Failure | None = None
+    silence: float = 0.0
+    """Seconds since a worker was last heard of."""
+
+
+class Desk:
+    """An actor that the driver makes; when the driver ends it is gone, by which the workers know."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._failure: Failure | None = None
+        self._open = True
+        self._stop = 0
+        self._heard = time.monotonic()
+        self._beats: Counter[int] = Counter()
+
+    def is_open(self) -> bool:
+        """Whether workers are still to train: nothing has ended the run."""
+        return self._open
+
+    def close(self) -> None:
+        """Have workers end that are still there, or come to be."""
+        self._open = False
+
+    def say(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Have the driver's console called; after a failure no more, as what follows from it isn't worth saying."""
+        if self._failure is None:
+            self._calls += calls
+
+    def beat(self, rank: int) -> int:
+        """Note that a worker is alive; gives the signal that asks all to stop, 0, or `CLOSED`."""
+        self._heard = time.monotonic()
+        self._beats[rank] += 1
+        return self._stop if self._open else CLOSED
+
+    def beats(self) -> Counter[int]:
+        """How often each worker has beaten."""
+        return self._beats
+
+    def fail(self, failure: Failure) -> None:
+        """Note what has ended the run; the first counts."""
+        self._failure, self._open = self._failure or failure, False
+
+    def ask_to_stop(self, signal: int) -> None:
+        """Have the workers stop together, and save."""
+        self._stop = signal
+
+    def news(self) -> News:
+        """What has come since the last call."""
+        calls, self._calls = self._calls, []
+        return News(calls, self._failure, time.monotonic() - self._heard)
+
+
+class DeskConsole:
+    """The console of a worker: has that of the driver called.
+
+    Arguments:
+        desk: the actor.
+        moving: whether the run is to go on elsewhere, so that its end here is none that a person should see.
+    """
+
+    def __init__(self, desk: Any, moving: Callable[[], bool]) -> None:
+        self._desk = desk
+        self._moving = moving
+        self._run = ""
+        self._last: Any = None
+        self._next_progress = 0.0
+        self.moved = time.monotonic()
+        """When something was last said: a step done, or anything else."""
+        self.stepped = False
+        """Whether a step was done."""
+
+    def start(self, run: str, header: dict[str, str], total_steps: int, start_step: int) -> None:
+        """See `Console`."""
+        self._run = run
+        self._say("start", run, header, total_steps, start_step)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """See `Console`."""
+        for key in _MEASURED & record.keys():
+            measure(key).set(record[key], {"run": self._run})
+        self._say("step", dict(record))
+
+    def progress(self, step: int) -> None:
+        """See `Console`."""
+        self.moved, self.stepped = time.monotonic(), True
+        if self.moved >= self._next_progress:
+            self._next_progress = self.moved + _PROGRESS_SECONDS
+            self._say("progress", step)
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """See `Console`."""
+        self._say("evaluation", dict(record))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """See `Console`."""
+        self._say("sample", step, prompt, text)
+
+    def note(self, text: str) -> None:
+        """See `Console`."""
+        self._say("note", text)
+
+    def prepare_progress(
+        self, stage: str, done_bytes: int, total_bytes: int | None, tokens: int, documents: int
+    ) -> None:
+        """See `Console`; the driver has prepared, and shown how."""
+
+    def finish(self, summary: Summary) -> None:
+        """See `Console`."""
+        if not self._moving():
+            self._say("finish", summary)
+
+    def close(self) -> None:
+        """See `Console`; waits until all is said."""
+        import ray
+
+        if self._last is not None:
+            with suppress(ray.exceptions.RayError):
+                ray.get(self._last, timeout=_LOST_SECONDS)
+
+    def _say(self, method: str, *arguments: Any) -> None:
+        self.moved = time.monotonic()
+        self._last = self._desk.say.remote([(method, arguments)])
+
+
+@lru_cache
+def measure(key: str) -> Any:
+    """What the metrics of a Ray cluster, which its dashboard shows, call `meshwright_<key>`; by run."""
+    from ray.util.metrics import Gauge
+
+    return Gauge(f"meshwright_{key}", description=f"{key} of a training run", tag_keys=("run",))
+
+
+def all_others_live(desk: Any, rank: int, size: int) -> bool:
+    """Whether every other worker still beats; a second or more passes.
+
+    Arguments:
+        desk: the actor.
+        rank: of this worker.
+        size: how many there are.
+    """
+    import ray
+
+    before: Counter[int] = ray.get(desk.beats.remote())
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < end:
+        since = ray.get(desk.beats.remote()) - before
+        # One may have been on its way.
+        if all(since[other] > 1 for other in range(size) if other != rank):
+            return True
+        time.sleep(BEAT_SECONDS / 2)
+    return False
+
+
+def keep_in_touch(desk: Any, rank: int, stop: Stop, look: Callable[[], None]) -> None:
+    """Beat, in a thread of its own, for as long as this process lives; a process without a driver ends.
+
+    Arguments:
+        desk: the actor.
+        rank: of this worker.
+        stop: set to the signal that asks all to stop.
+        look: called at each beat.
+    """
+    threading.Thread(target=_beat, args=(desk, rank, stop, look), name="beat", daemon=True).start()
+
+
+def _beat(desk: Any, rank: int, stop: Stop, look: Callable[[], None]) -> None:
+    import ray
+
+    heard = time.monotonic()
+    while True:
+        try:
+            asked = ray.get(desk.beat.remote(rank), timeout=_LOST_SECONDS / 4)
+            if asked == CLOSED:
+                os._exit(1)
+            stop.signal = stop.signal or asked
+            heard = time.monotonic()
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() - heard > _LOST_SECONDS:
+                os._exit(1)
+        except Exception:  # the driver is gone, and the run directory may be another's by now
+            os._exit(1)
+        look()
+        time.sleep(BEAT_SECONDS)

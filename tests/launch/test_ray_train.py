@@ -1,0 +1,245 @@
+"""`meshwright train` on Ray: start, terminal, logs, signals, exit codes, and what each worker gets."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import run_values
+from ray_runs import SLOWLY, Training, add_node, assert_gone, cluster_of, write
+
+from meshwright.config import Run, make_run
+from meshwright.errors import UserError
+from meshwright.launch import ray_worker
+from meshwright.launch.ray_scaling import Scale, scale_of
+from meshwright.launch.ray_train import worker_environment
+from meshwright.launch.ray_worker import with_the_same_micro_batches
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def started():
+    trainings: list[Training] = []
+    yield trainings
+    for training in trainings:
+        training.kill()
+
+
+def test_without_a_cluster_one_is_started_and_stopped(tmp_path, started):
+    folder = write(tmp_path, launch={"devices_per_worker": 2}, train={"steps": 12})
+    ours = Training(folder, "ours", RAY_ADDRESS="")
+    started.append(ours)
+    assert ours.end() == 0, ours.output
+    other = Training(folder, "other", "launch.kind=processes")
+    started.append(other)
+    assert other.end() == 0, other.output
+    assert len(ours.losses) == 12 and ours.losses == other.losses
+    assert shown(ours.output) == shown(other.output)
+    files = {path.name for path in ours.directory.iterdir()}
+    assert files == {path.name for path in other.directory.iterdir()}
+    logs = [(ours.directory / "workers" / f"worker_{rank}.log").read_text() for rank in (0, 1)]
+    assert all(log.count("--- ") == 1 for log in logs)
+    pids = [ours.pid(0), ours.pid(1)]
+    assert pids[0] != pids[1]
+    assert_gone(pids, seconds=5)
+
+
+def shown(output: str) -> list[str]:
+    """The lines of a run's output that don't depend on time, nor on the run's name."""
+    lines = output.replace("runs/ours", "runs/it").replace("runs/other", "runs/it").splitlines()
+    lines = [line.partition(" tokens/s")[0].rpartition("  ")[0] if "loss" in line else line for line in lines]
+    return [line for line in lines if line not in ("ours", "other") and not line.startswith(("  time", "encode"))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_driver_stops_all_together_and_saves(tmp_path, cluster, started, number):
+    training = Training(write(tmp_path), "stopped", f"launch.address={cluster.address}", main=SLOWLY)
+    started.append(training)
+    training.until(lambda: training.step >= 2)
+    workers = [training.pid(0), training.pid(1)]
+    os.killpg(training.process.pid, number)  # as a terminal's Ctrl-C does it
+    assert training.end() == 128 + number, training.output
+    saved = max((training.directory / "checkpoints").glob("step_*")).name
+    assert int(saved.partition("_")[2]) == training.step < 60
+    assert f"stopped after step {training.step} and saved" in training.output
+    assert "Traceback" not in training.output
+    assert_gone(workers, seconds=5)
+
+
+def test_a_mistake_is_shown_once_and_nothing_is_tried_again(tmp_path, cluster, started):
+    training = Training(write(tmp_path), "wrong", f"launch.address={cluster.address}", "mesh.tensor=3", "mesh.data=1")
+    started.append(training)
+    assert training.end() == 1
+    lines = [line for line in training.output.splitlines() if not line.startswith("encode")]
+    assert len(lines) == 1 and lines[0].startswith("error: mesh"), training.output
+
+
+def test_a_folder_that_a_node_lacks(monkeypatch):
+    monkeypatch.setattr(ray_worker, "node", lambda: "10.0.0.7")
+    with pytest.raises(UserError, match=r"^/not/here: can't be entered on the node 10\.0\.0\.7 \(No such file"):
+        ray_worker.go_to("/not/here")
+
+
+def test_a_job_that_is_submitted(tmp_path):
+    pytest.importorskip("aiohttp")
+    from ray.cluster_utils import Cluster
+    from ray.job_submission import JobSubmissionClient
+
+    folder = write(tmp_path, train={"steps": 12})
+    with socket.socket() as one, socket.socket() as other:  # another cluster may have the ports that they all take
+        ports = [free.bind(("127.0.0.1", 0)) or free.getsockname()[1] for free in (one, other)]
+    head = {"num_cpus": 2, "include_dashboard": True}
+    head |= dict(zip(("dashboard_port", "dashboard_agent_listen_port"), ports, strict=True))
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        client = JobSubmissionClient(f"http://{cluster.head_node.address_info['webui_url']}")
+        main = "from meshwright.cli import main; main(prog_name='meshwright')"
+        end = time.monotonic() + 150
+        while True:
+            try:
+                job = client.submit_job(
+                    entrypoint=f'cd {folder} && {sys.executable} -c "{main}" train run.toml name=job',
+                    runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+                )
+                break
+            except RuntimeError:  # the node's agent is only starting
+                assert time.monotonic() < end
+                time.sleep(0.5)
+        while not client.get_job_status(job).is_terminal() and time.monotonic() < end:
+            time.sleep(0.2)
+        logs = client.get_job_logs(job)
+        assert client.get_job_status(job) == "SUCCEEDED", logs
+        assert "step 12/12  loss" in logs and "RayTrainWorker" not in logs
+    finally:
+        cluster.shutdown()
+
+
+FROM_PYTHON = """
+import subprocess
+import sys
+import jax.numpy as jnp
+import ray
+import meshwright as mw
+from meshwright.launch import ray_train
+
+outcome_of = ray_train._outcome
+
+def outcome_shown(run, fit):
+    print("told Ray of", fit.result.checkpoint.path, fit.result.metrics)
+    return outcome_of(run, fit)
+
+ray_train._outcome = outcome_shown
+ray.init(address=sys.argv[1], log_to_driver=False)
+run = mw.load_run("run.toml", ["name=python"])
+print(mw.train(run, metrics={"twice_loss": lambda update: 2 * update.loss}))
+(run.directory / "checkpoints").rename(run.directory / "moved")
+(run.directory / "checkpoints").write_text("in the way")
+try:
+    mw.train(mw.load_run("run.toml", ["name=python"]))
+except mw.UserError as error:
+    print("failed:", error)
+print("still connected:", ray.is_initialized())
+"""
+
+
+def test_from_python_on_a_connection_of_the_users(tmp_path, cluster):
+    folder = write(tmp_path, train={"steps": 12})
+    command = [sys.executable, "-c", FROM_PYTHON, cluster.address]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    checkpoint = folder / "runs" / "python" / "checkpoints" / "step_00000012"
+    assert f"told Ray of {checkpoint} {{'step': 12.0, " in done.stdout
+    assert "Outcome(run_dir=PosixPath('runs/python'), step=12, " in done.stdout
+    assert "  twice_loss " in done.stdout
+    assert "failed: worker 0" in done.stdout and "NotADirectoryError" in done.stdout
+    assert done.stdout.rstrip().endswith("still connected: True")
+
+
+def test_a_tpu_slice(tmp_path, started):
+    """Two hosts of four chips each, but for the chips: Ray places by what the nodes say of themselves."""
+    with cluster_of(nodes=0) as cluster:
+        for host in (0, 1):
+            resources = {"TPU": 4, "accelerator_type:TPU-V4": 1, **({"TPU-v4-16-head": 1} if host == 0 else {})}
+            labels = {"slice-name": "slice", "worker-id": str(host), "pod-type": "v4-16"}
+            labels = {f"ray.io/tpu-{key}": value for key, value in labels.items()}
+            variables = {"TPU_NAME": "slice", "TPU_WORKER_ID": str(host)}
+            add_node(cluster, host, resources=resources, labels=labels, env_vars=variables)
+        cluster.wait_for_nodes()
+        launch = {"workers": 0, "topology": "2x2x2", "accelerator": "TPU-V4", "start_timeout": 60.0}
+        folder = write(tmp_path, launch=launch, train={"steps": 3, "batch_size": 8})
+        virtual = {"JAX_NUM_CPU_DEVICES": "4"}
+        training = Training(folder, "tpu", f"launch.address={cluster.address}", **virtual)
+        started.append(training)
+        assert training.end() == 0, training.output
+    assert "jax on 8 x cpu" in training.output
+
+
+def a_run(**launch) -> Run:
+    return make_run(run_values("texts", launch={"kind": "ray", **launch}, train={"batch_size": 12}))
+
+
+@pytest.mark.parametrize(
+    ("launch", "nodes", "expected"),
+    [
+        ({}, [{"CPU": 4}, {"CPU": 2}, {"GPU": 0}], Scale("cpu", 2, 2, 0, {"CPU": 1})),
+        ({"workers": 3, "devices_per_worker": 2}, [{"CPU": 4}], Scale("cpu", 3, 3, 2, {"CPU": 1})),
+        ({"workers": [1, 4]}, [{"CPU": 4}], Scale("cpu", 1, 4, 0, {"CPU": 1})),
+        ({}, [{"CPU": 4, "GPU": 4}, {"CPU": 4, "GPU": 8}], Scale("gpu", 3, 3, 4, {"CPU": 1, "GPU": 4})),
+        ({}, [{"CPU": 4, "GPU": 3}, {"CPU": 4, "GPU": 2}], Scale("gpu", 5, 5, 1, {"CPU": 1, "GPU": 1})),
+        ({"workers": 2}, [{"CPU": 4, "GPU": 2}], Scale("gpu", 2, 2, 1, {"CPU": 1, "GPU": 1})),
+        ({"workers": 1}, [{"CPU": 4, "GPU": 2}], Scale("gpu", 1, 1, 2, {"CPU": 1, "GPU": 2})),
+        ({"devices_per_worker": 2}, [{"GPU": 8}, {"GPU": 3}], Scale("gpu", 5, 5, 2, {"CPU": 1, "GPU": 2})),
+        ({"workers": 3}, [{"GPU": 2}], r"launch\.workers = 3: the cluster has 2 GPUs"),
+        ({"devices_per_worker": 4}, [{"GPU": 2}], r"launch\.devices_per_worker = 4: no node has so many GPUs; 2 are"),
+        ({"accelerator": "H100"}, [{"CPU": 4}], r"the cluster has no GPUs as yet; set launch\.workers and"),
+        (
+            {"topology": "2x2x2", "accelerator": "TPU-V4", "workers": 3},
+            [{"TPU": 4}],
+            r"launch\.workers = 3: must be a multiple of the 2 workers of a slice",
+        ),
+        ({"accelerator": "TPU-V4", "devices_per_worker": 1}, [{"TPU": 4}], Scale("tpu", 1, 1, 1, {"TPU": 1})),
+        ({"accelerator": "TPU-V4"}, [{"TPU": 4}], Scale("tpu", 1, 1, 4, {"TPU": 4})),
+        ({"accelerator": "TPU-V4", "workers": 2}, [{"TPU": 4}], r"launch\.workers = 2: needs launch\.topology"),
+    ],
+)
+def test_workers_fit_the_cluster(monkeypatch, launch, nodes, expected):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    if isinstance(expected, Scale):
+        assert scale_of(a_run(**launch), nodes) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            scale_of(a_run(**launch), nodes)
+
+
+def test_a_cluster_of_gpus_may_train_on_its_cpus(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert scale_of(a_run(), [{"CPU": 4, "GPU": 4}]).platform == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "micro", "expected"), [(2, 2, 12, 12), (1, 2, 12, 6), (2, 3, 6, 4), (1, 5, 12, 12)]
+)
+def test_fewer_workers_take_more_turns_over_a_batch(size, most, micro, expected):
+    run = a_run()
+    run = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch_size": micro})})
+    assert with_the_same_micro_batches(run, size, most).micro_batch_size == expected
+
+
+def test_what_a_worker_finds_in_its_environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"JAX_ENABLE_X64": "0", "XLA_FLAGS": "--a", "HOME": "/h", "PYTHONPATH": "/p"})
+    gpu, cpu = worker_environment("gpu", Path("/r")), worker_environment("cpu", Path("/r"))
+    assert gpu["LD_LIBRARY_PATH"] == "" and "JAX_PLATFORMS" not in gpu and "HOME" not in gpu
+    assert "LD_LIBRARY_PATH" not in cpu and cpu["JAX_PLATFORMS"] == "cpu"
+    assert gpu["JAX_COMPILATION_CACHE_DIR"] == "/r/workers/compiled" and "JAX_COMPILATION_CACHE_DIR" not in cpu
+    for environment in (gpu, cpu):
+        assert (environment["JAX_ENABLE_X64"], environment["XLA_FLAGS"]) == ("0", "--a")
+        assert environment["PYTHONPATH"].split(os.pathsep)[-1] == "/p"
