@@ -59,7 +59,7 @@ class GPT2(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        x_BTD = self.tokens(inputs_BT) + self.positions(torch.arange(inputs_BT.shape[1]))
+        x_BTD = self.tokens(inputs_BT) + self.positions(torch.arange(inputs_BT.shape[1], device=inputs_BT.device))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits_BTV = self.head(self.norm(x_BTD))

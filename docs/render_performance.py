@@ -109,9 +109,52 @@ def start(results: dict[str, Any]) -> str:
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
 
 
+def gpu_train(results: dict[str, Any]) -> str:
+    """Training on a GPU, side by side; what wasn't measured is left out."""
+    names = {
+        "ours": "the engine's step",
+        "program": "`meshwright train`",
+        "torch": "PyTorch",
+        "tutorial": "tutorial's step",
+    }
+    rows = []
+    for case, found in results["cases"].items():
+        for side, figures in found["sides"].items():
+            if "step_s" not in figures:
+                continue
+            shape = f"{case}, T {found['time']:,}, batch {found['batch']}" if ", T " not in case else case
+            speed = [
+                f"{figures['step_s'] * 1e3:.1f}",
+                f"{figures['tokens_per_s']:,.0f}",
+                f"{figures['mfu']:.1%}" if "mfu" in figures else "",
+            ]
+            rows.append([shape, names[side], *speed, f"{figures['last_loss']:.3f}"])
+    return table(["shape", "", "a step, ms", "tokens/s", "MFU", "last loss"], rows)
+
+
+def gpu_parts(results: dict[str, Any]) -> str:
+    """What each part of the step on a GPU takes, and each choice gains."""
+    tables = []
+    for call in results["calls"]:
+        rows = [
+            [row["what"], f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}"]
+            for row in call["rows"]
+        ]
+        tables.append(table([call["name"], "a step, ms", "tokens/s", "MFU"], rows))
+    return "\n\n".join(tables)
+
+
+def _facts(results: dict[str, Any]) -> str:
+    m = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+    where = f"one {m['card']}" if "card" in m else f"{m['cores']} cores ({m['cpu']})"
+    command = results["command"]
+    return f"{f'`{command}`' if command.startswith('python') else command.capitalize()}, on {where}:\n{versions}."
+
+
 def render(page: str) -> str:
     """The page with its tables rendered anew."""
-    for make in (cpu_train, prepare, nanogpt_way, loader, host_overhead, start):
+    for make in (cpu_train, gpu_train, gpu_parts, prepare, nanogpt_way, loader, host_overhead, start):
         name = "prepare" if make is nanogpt_way else make.__name__  # the one script measures both
         results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         begin, end = (
@@ -122,10 +165,7 @@ def render(page: str) -> str:
         _, mark, after = rest.partition(end)
         if not mark:
             raise ValueError(f"{PAGE.name}: the markers of {make.__name__!r} are missing")
-        m = results["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-        facts = f"`{results['command']}`, on {m['cores']} cores ({m['cpu']}):\n{versions}."
-        page = f"{before}{begin}\n\n{make(results)}\n\n{facts}\n\n{end}{after}"
+        page = f"{before}{begin}\n\n{make(results)}\n\n{_facts(results)}\n\n{end}{after}"
     return page
 
 

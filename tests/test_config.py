@@ -77,6 +77,8 @@ MISTAKES = [
         r"model\.experts_per_token = 3 must not exceed experts = 2",
     ),
     ({"model": {"preset": "deepseek-tiny", "kv_latent": 0}}, r"model\.attention = \"latent\" needs kv_latent > 0"),
+    ({"profile": {"steps": [5]}}, r"profile\.steps = \[5\]: must be two steps, the first and the last"),
+    ({"profile": {"steps": [5, 4]}}, r"profile\.steps = \[5, 4\]: must be two steps"),
     ({"name": "a/b"}, r"name = 'a/b': must be letters, digits, '\.', '_' and '-', the first"),
     ({"train": 3}, r"train = 3: must be a section, \[train\]"),
 ]
@@ -151,4 +153,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) + count(MixedSource) + count(WeightFrom) == 143
+    assert count(Run) + count(MixedSource) + count(WeightFrom) == 146

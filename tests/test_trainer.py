@@ -60,6 +60,42 @@ def test_a_whole_run():
     assert "step 12/12" in Path("runs/tiny/log.txt").read_text()
 
 
+def test_a_trace_of_some_steps():
+    import gzip
+
+    train(make(name="without", train={"steps": 4}))
+    assert not Path("runs/without/profile").exists()
+    train(make(name="with", train={"steps": 4}, profile={"steps": [2, 3]}))
+    (trace,) = Path("runs/with/profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum("train_step" in event.get("name", "") for event in events) == 2
+    assert losses("runs/with")[3] == losses("runs/without")[3]
+
+
+def test_a_trace_that_a_stop_cuts_short_is_whole(monkeypatch):
+    run = make(train={"steps": 6, "on_nonfinite": "stop"}, profile={"steps": [2, 50]})
+    train(run)
+    assert list(Path("runs/tiny/profile").rglob("perfetto_trace.json.gz"))
+
+
+def test_mfu_where_the_peak_is_known(monkeypatch):
+    from meshwright.engines.jax import engine
+    from meshwright.engines.jax.estimate import flops_per_token
+
+    train(make(name="unknown"))
+    assert not any("mfu" in record for record in mw.open_run("runs/unknown").metrics())
+    monkeypatch.setattr(engine, "peak_flops", lambda kind: 1e12)
+    train(make(name="float32"))
+    assert "mfu" not in mw.open_run("runs/float32").metrics()  # the peak is one of bfloat16
+    run = make(name="known", train={"compute_dtype": "bfloat16"})
+    _, shown = train(run)
+    table = mw.open_run("runs/known").metrics()
+    spec = mw.load_run("runs/known/run.toml").model.spec
+    wanted = table["tokens_per_second"][1:] * flops_per_token(spec, 32) / 1e12
+    np.testing.assert_allclose(table["mfu"][1:], wanted, rtol=1e-9)
+    assert "mfu" in shown
+
+
 def test_bits_per_byte_from_the_documents():
     run = make(train={"eval_every": 12}, tokenizer={"kind": "bpe", "vocab_size": 300})
     outcome, _ = train(run)

@@ -185,6 +185,10 @@ class TrainSection(Section):
     """One compiled layer in a loop (compiles fast) in place of unrolled ones (run fast)."""
     remat: Literal["none", "full", "products"] = "none"
     """What is computed again in the backward pass, to save memory: nothing, each layer, or all but its products."""
+    deterministic: bool = False
+    """Whether one GPU gives the same losses to the last bit in each run, and after a resume. CPUs always do."""
+    compile_cache: str = "auto"
+    """Folder of compiled programs, for the next start; `auto`: in the user's cache, for GPUs and TPUs; or `off`."""
 
 
 class CheckpointSection(Section):
@@ -194,6 +198,19 @@ class CheckpointSection(Section):
     """Steps between saves; the last step is always saved. 0: the last step only."""
     keep: PositiveInt = 2
     """The newest ones to keep; the best by validation loss stays besides."""
+
+
+def _first_and_last(value: list[int]) -> list[int]:
+    if value and (len(value) != 2 or value[0] > value[1]):
+        raise ValueError("two steps, the first and the last, such as [20, 25]; or [] for none")
+    return value
+
+
+class ProfileSection(Section):
+    """A trace of some steps."""
+
+    steps: Annotated[list[PositiveInt], AfterValidator(_first_and_last)] = []
+    """The first and the last step to trace, into `profile/` of the run directory; empty: none."""
 
 
 class TrackSection(Section):
@@ -225,6 +242,7 @@ class Run(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
     track: TrackSection = TrackSection()
+    profile: ProfileSection = ProfileSection()
 
     @model_validator(mode="before")
     @classmethod

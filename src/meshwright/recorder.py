@@ -21,10 +21,17 @@ class Recorder:
         start: updates done before.
         tokens: tokens trained on before.
         taken: gives what else a record says of the data, from the count of steps done.
+        token_seconds: what a token takes at the devices' peak; None: not known, and records have no `mfu`.
     """
 
     def __init__(
-        self, run: Run, trackers: Trackers, start: int, tokens: int, taken: Callable[[int], Mapping[str, float]]
+        self,
+        run: Run,
+        trackers: Trackers,
+        start: int,
+        tokens: int,
+        taken: Callable[[int], Mapping[str, float]],
+        token_seconds: float | None = None,
     ):
         self.step = start
         """The last step whose values were read."""
@@ -38,6 +45,7 @@ class Recorder:
         self._run = run
         self._trackers = trackers
         self._taken = taken
+        self._token_seconds = token_seconds
         self._first = start + 1
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._mark = (time.perf_counter(), start, tokens)
@@ -83,10 +91,9 @@ class Recorder:
         self._mark = (now, step, self.tokens)
         if step == self._first:  # most of it was compilation
             return {}
-        return {
-            "tokens_per_second": (self.tokens - last_tokens) / seconds,
-            "step_seconds": seconds / (step - last_step),
-        }
+        speed = (self.tokens - last_tokens) / seconds
+        mfu = {} if self._token_seconds is None else {"mfu": speed * self._token_seconds}
+        return {"tokens_per_second": speed, "step_seconds": seconds / (step - last_step), **mfu}
 
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:

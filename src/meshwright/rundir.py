@@ -30,6 +30,7 @@ class RunDirectory:
         self.log = path / "log.txt"
         self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self.tokenizer = path / "tokenizer"
         self.checkpoints = path / "checkpoints"
 

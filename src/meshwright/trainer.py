@@ -21,6 +21,7 @@ from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
+from meshwright.profiling import Profile
 from meshwright.recorder import Recorder
 from meshwright.resuming import batch_sizes_of, identity_of, resume, with_start
 from meshwright.rundir import RunDirectory
@@ -107,13 +108,15 @@ def train(
         if group.is_primary:
             directory.begin(run, spec, tokenizer, corpus.path if source else None)
         trackers.start(_header(run, engine, corpus, data), start)
-        recorder = Recorder(run, trackers, start, tokens, data.taken)
+        recorder = Recorder(run, trackers, start, tokens, data.taken, engine.token_seconds)
+        profile = closing.enter_context(Profile(run, engine.trace, directory.profile if group.is_primary else None))
         stop = stop or closing.enter_context(stop_signals())
 
         step, evaluation, ended_by = start, {}, 0
         for step, batch in enumerate(data.batches(start, engine.rows), start + 1):
             asked_to_stop = stop.signal  # once: a signal may come at any moment
-            recorder.dispatched(step, engine.train_step(batch, asked_to_stop))
+            with profile.of(step, recorder.flush):
+                recorder.dispatched(step, engine.train_step(batch, asked_to_stop))
             ended_by = asked_to_stop if group.size == 1 else recorder.stop
             last, stopping = step == run.train.steps, ended_by != 0
             evaluating, sampling = is_due(eval_every, step, last), is_due(run.train.sample_every, step, last)

@@ -36,12 +36,17 @@ CASES = {
     "linear, wide out": (gradients.linear, lambda x, w: x @ w, (random(6, 4), random(4, 9, seed=1))),
     "gelu": (gradients.gelu, lambda x: jax.nn.gelu(x, approximate=True), (3 * random(5, 7),)),
     "layer norm": (
-        lambda x, scale, bias: gradients.layer_norm(x, scale, bias, 1e-2),
+        lambda x, scale, bias: gradients.norm(x, scale, bias, gradients.Norm(True, 1e-2)),
         lambda x, scale, bias: plain_layer_norm(x, scale, bias, 1e-2),
         (random(2, 5, 7) + 1, random(7, seed=1), random(7, seed=2)),
     ),
+    "layer norm beside a residual": (
+        lambda x, scale, bias: sum(gradients.norm_beside(x, scale, bias, gradients.Norm(True, 1e-2))),
+        lambda x, scale, bias: plain_layer_norm(x, scale, bias, 1e-2) + x,
+        (random(2, 5, 7) + 1, random(7, seed=1), random(7, seed=2)),
+    ),
     "rms norm": (
-        lambda x, scale: gradients.rms_norm(x, scale, 1e-2),
+        lambda x, scale: gradients.norm(x, scale, None, gradients.Norm(False, 1e-2)),
         lambda x, scale: plain_rms_norm(x, scale, 1e-2),
         (random(2, 5, 7) + 1, random(7, seed=1)),
     ),

@@ -1,6 +1,7 @@
 """What an engine is. An engine owns parameters, optimizer state and devices; the trainer owns time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,8 @@ class Engine(Protocol):
     """How many of them take part in the computation of one token: fewer where there are experts."""
     trained_parameters: int
     """How many are trained: all of them, or those of adapters, which `parameters` doesn't count."""
+    token_seconds: float | None
+    """Seconds in which the devices could train on a token if they did nothing but its products; None: not known."""
     description: str
     """The devices and types in a few words, for people."""
     identity: dict[str, str]
@@ -56,6 +59,10 @@ class Engine(Protocol):
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """The sum of the token losses (nats) of a batch and the count of the tokens in it, each on its way."""
+        ...
+
+    def trace(self, folder: Path) -> AbstractContextManager:
+        """What the devices and the host do inside is written into a folder, as a trace."""
         ...
 
     def is_finite(self) -> bool:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshwright.models.flash import fused_attention
 from meshwright.models.gradients import Scoring, capped, causal_attention
 from meshwright.models.layers import Linear, RMSNorm, dropout_mask, fused_linear
 from meshwright.models.layout import layout
@@ -43,19 +44,23 @@ class Places(NamedTuple):
     """Which document of its row a column belongs to: it sees that one only. None: the whole row."""
     weights_BT: jax.Array | None = None
     """How much a column counts in the loss, 0 or 1; None: all count."""
-    window: jax.Array | None = None
+    window: jax.Array | int | None = None
     """How many columns one sees, itself included, `[]`; None: all before it."""
     local_rotary: Rotary | None = None
     """The angles in layers with a window, where these have their own; `of_layer` puts them into `rotary`."""
 
-    def of_layer(self, window: jax.Array, *, reached: bool) -> "Places":
+    def of_layer(self, window: jax.Array | int, *, reached: bool) -> "Places":
         """What one layer is told.
 
         Arguments:
-            window: how many columns one sees in this layer, itself included, `[]`; 0: all before it.
+            window: how many columns one sees in this layer, itself included, `[]`; 0: all before it. A number, where it
+                is known when the layer is traced.
             reached: whether there can be columns that a window leaves out.
         """
         rotary = self.rotary
+        if isinstance(window, int):
+            local = self.local_rotary if window and self.local_rotary is not None else rotary
+            return self._replace(rotary=local, local_rotary=None, window=window if window and reached else None)
         if self.local_rotary is not None and rotary is not None:
             rotary = Rotary(*(jnp.where(window > 0, *pair) for pair in zip(self.local_rotary, rotary, strict=True)))
         all_before = jnp.iinfo(jnp.int32).max
@@ -137,7 +142,9 @@ def attend(
     return jnp.einsum("BKGTS,BSKE->BTKGE", weights, v_BSKE).reshape(batch, time, heads, -1)
 
 
-def causal_mask(order_T: jax.Array, segments_BT: jax.Array | None = None, window: jax.Array | None = None) -> jax.Array:
+def causal_mask(
+    order_T: jax.Array, segments_BT: jax.Array | None = None, window: jax.Array | int | None = None
+) -> jax.Array:
     """`[B, T, T]`, B maybe 1: true where the key is no later than the query, of the same segment and in its window."""
     seen = (order_T[:, None] >= order_T[None, :])[None]
     if window is not None:
@@ -150,7 +157,7 @@ def whole_attention(
     k_BTKC: jax.Array,
     v_BTKE: jax.Array,
     segments_BT: jax.Array | None,
-    window: jax.Array | None = None,
+    window: jax.Array | int | None = None,
     scoring: Scoring | None = None,
 ) -> jax.Array:
     """Causal attention where all of a sequence is at hand and in order.
@@ -163,8 +170,17 @@ def whole_attention(
     Returns:
         `[B, T, H, E]`, of the type of the values.
     """
+    scoring = scoring or Scoring(q_BTHC.shape[-1] ** -0.5)
+    y_BTHE = fused_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
+    if y_BTHE is not None:
+        return y_BTHE
     by_head = (x.swapaxes(1, 2) for x in (q_BTHC, k_BTKC, v_BTKE))
-    return causal_attention(*by_head, segments_BT, window, scoring).swapaxes(1, 2)
+    return causal_attention(*by_head, segments_BT, window_array(window), scoring).swapaxes(1, 2)
+
+
+def window_array(window: jax.Array | int | None) -> jax.Array | None:
+    """A window as an array, `[]`, where there is one."""
+    return None if window is None else jnp.asarray(window, jnp.int32)
 
 
 def self_attention(

@@ -72,13 +72,14 @@ class Block(nnx.Module):
         """
         placement, rate = self.spec.norm_placement, self.spec.dropout
         before = placement in ("pre", "both")
-        y_BTD = self.attention_norm(x_BTD) if before else x_BTD
+        y_BTD, x_BTD = self.attention_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
         y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
         if placement in ("both", "after"):
             y_BTD = (self.attention_out_norm if before else self.attention_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
         x_BTD = self.attention_norm(x_BTD) if placement == "post" else x_BTD
-        y_BTD, routing = self._feed_forward(self.mlp_norm(x_BTD) if before else x_BTD, places)
+        y_BTD, x_BTD = self.mlp_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
+        y_BTD, routing = self._feed_forward(y_BTD, places)
         if placement in ("both", "after"):
             y_BTD = (self.mlp_out_norm if before else self.mlp_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 2, places.order_T)
@@ -181,17 +182,21 @@ class Decoder(nnx.Module):
         self, blocks: Block, x_BTD: jax.Array, places: Places, told_L: Told, scan_layers: bool, remat: str
     ) -> tuple[jax.Array, Routing | None]:
         """The residual stream after a stack of blocks, and what its routers did."""
-        apply, layers = self.layer_function(remat, blocks), (nnx.split(blocks)[1], told_L)
-
-        def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
-            params, told = layer
-            return apply(params, x_BTD, places, told)
-
+        layers = nnx.split(blocks)[1], told_L
         if scan_layers:
+            apply = self.layer_function(remat, blocks)
+
+            def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
+                params, told = layer
+                return apply(params, x_BTD, places, told)
+
             return jax.lax.scan(one, x_BTD, layers)
         each = []
-        for layer in unstack(layers):
-            x_BTD, routing = one(x_BTD, layer)
+        windows = self.spec.layer_windows if self.spec.window else [None] * self.spec.layers
+        mine = windows[: self.spec.dense_layers] if blocks is not self.blocks else windows[self.spec.dense_layers :]
+        of_window = {window: self.layer_function(remat, blocks, window) for window in set(mine)}
+        for window, (params, told) in zip(mine, unstack(layers), strict=True):
+            x_BTD, routing = of_window[window](params, x_BTD, places, told._replace(window=None))
             each.append(routing)
         return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
@@ -216,15 +221,16 @@ class Decoder(nnx.Module):
         return Start(x_BTD, places, Told(keys_LB, self._windows_L()))
 
     def layer_function(
-        self, remat: str, blocks: Block | None = None
+        self, remat: str, blocks: Block | None = None, window: int | None = None
     ) -> Callable[..., tuple[jax.Array, Routing | None]]:
         """One layer as a function of `(params, x_BTD, places, told)`, to what it makes of the residual stream
-        and what its router did. `params` are a slice of the stacked ones, those of `blocks` (None: `self.blocks`)."""
+        and what its router did. `params` are a slice of the stacked ones, those of `blocks` (None: `self.blocks`).
+        `window` is the layer's own, where it is known when the layer is traced; then `told` has none."""
         graph = nnx.split(self.blocks if blocks is None else blocks)[0]
 
         def apply(params: Any, x_BTD: jax.Array, places: Places, told: Told) -> tuple[jax.Array, Routing | None]:
-            if told.window is not None:
-                places = places.of_layer(told.window, reached=places.order_T.size > self.spec.window)
+            if (of_layer := told.window if window is None else window) is not None:
+                places = places.of_layer(of_layer, reached=places.order_T.size > self.spec.window)
             x_BTD, _, routing = nnx.merge(graph, layout().gather(params))(x_BTD, places, told.dropout_keys_B)
             return layout().place(x_BTD, "batch", "sequence", None), routing
 

@@ -7,18 +7,19 @@ Shapes: I and O widths of input and output, D width, B batch, H heads, K key-val
 S keys in time, C head width, E width of a head's values, R = G T.
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-_GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
+from meshwright.models import kernels
+from meshwright.models.kernels import GELU_CUBIC, GELU_SCALE
 
 
-def _settled(x: jax.Array) -> jax.Array:
-    # On a CPU, a transpose that XLA folds into a product, or a sum that it folds into a transpose, is slow.
+def settled(x: jax.Array) -> jax.Array:
+    """`x`, made by itself on a CPU, where a transpose that XLA folds into a product, or a sum that it folds into a
+    transpose, is slow."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
@@ -28,9 +29,9 @@ def over_tokens(a: jax.Array, b: jax.Array) -> jax.Array:
     The smaller of the two is transposed. Leading axes are not merged: they may lie cut along different mesh axes.
     """
     if a.shape[-1] > b.shape[-1]:
-        return _settled(over_tokens(b, a)).T
+        return settled(over_tokens(b, a)).T
     tokens = a.ndim - 1
-    a_first = _settled(jnp.moveaxis(a, -1, 0))
+    a_first = settled(jnp.moveaxis(a, -1, 0))
     contracted = (tuple(range(1, tokens + 1)), tuple(range(tokens)))
     return jax.lax.dot_general(a_first, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
@@ -47,8 +48,8 @@ def _linear_forward(x, kernel_IO):
 
 def _linear_backward(kept, dy):
     x, kernel_IO = kept
-    dy = _settled(dy)
-    return dy @ kernel_IO.T.astype(dy.dtype), over_tokens(_settled(x), dy).astype(kernel_IO.dtype)
+    dy = settled(dy)
+    return dy @ kernel_IO.T.astype(dy.dtype), over_tokens(settled(x), dy).astype(kernel_IO.dtype)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -57,12 +58,12 @@ linear.defvjp(_linear_forward, _linear_backward)
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
     """The tanh form of GELU (Hendrycks and Gimpel, 2016)."""
-    return 0.5 * x * (1.0 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x * x * x)))
+    return 0.5 * x * (1.0 + jnp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)))
 
 
 def _gelu_backward(x, dy):
-    tanh = jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x * x * x))
-    inner = _GELU_SCALE * (1.0 + 3.0 * _GELU_CUBIC * x * x)
+    tanh = jnp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+    inner = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
     return (dy * (0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner),)
 
 
@@ -70,52 +71,79 @@ gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
 @jax.custom_vjp
-def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: jax.Array) -> jax.Array:
-    """Layer normalisation over the last axis, in float32."""
-    return _layer_norm_forward(x, scale_D, bias_D, eps)[0]
+def gelu_of_sum(x: jax.Array, bias_F: jax.Array) -> jax.Array:
+    """`gelu(x + bias)`, of which the sum isn't kept; to be used where `kernels.applies`."""
+    exact = x.astype(jnp.float32) + bias_F
+    slanted = 2.0 * GELU_SCALE * (exact + GELU_CUBIC * exact * exact * exact)
+    return (exact * jax.nn.sigmoid(slanted)).astype(x.dtype)  # (1 + tanh(a)) / 2 = sigmoid(2 a), which is cheaper
 
 
-def _layer_norm_forward(x, scale_D, bias_D, eps):
+def _gelu_of_sum_backward(kept, dy):
+    x, bias_F = kept
+    dx, d_bias_F = kernels.gelu_backward(x, bias_F, dy)
+    return dx, d_bias_F.astype(bias_F.dtype)
+
+
+gelu_of_sum.defvjp(lambda x, bias_F: (gelu_of_sum(x, bias_F), (x, bias_F)), _gelu_of_sum_backward)
+
+
+class Norm(NamedTuple):
+    """A norm over the last axis, in float32."""
+
+    centred: bool
+    """Whether the mean is taken off first: LayerNorm (Ba et al., 2016); without, RMSNorm (Zhang and Sennrich, 2019)."""
+    eps: float
+    """Added to the mean square."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, how: Norm) -> jax.Array:
+    """`x` normed, times the scale, plus the bias where there is one."""
+    return _norm_forward(x, scale_D, bias_D, how)[0]
+
+
+def _norm_forward(x, scale_D, bias_D, how):
     exact = x.astype(jnp.float32)
-    mean = exact.mean(axis=-1, keepdims=True)
-    centred = exact - mean
-    inverse = jax.lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
-    return (centred * inverse * scale_D + bias_D).astype(x.dtype), (x, mean, inverse, scale_D)
+    mean = exact.mean(axis=-1, keepdims=True) if how.centred else None
+    centred = exact if mean is None else exact - mean
+    inverse = jax.lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + how.eps)
+    y = centred * inverse * scale_D
+    y = (y if bias_D is None else y + bias_D).astype(x.dtype)
+    # The kernel of the backward pass reads x anyway, and finds these from it.
+    return y, (x, *((None, None) if kernels.applies(x) else (mean, inverse)), scale_D, bias_D)
 
 
-def _layer_norm_backward(kept, dy):
-    x, mean, inverse, scale_D = kept
-    normed, dy = (x.astype(jnp.float32) - mean) * inverse, dy.astype(jnp.float32)
+def _norm_backward(how, kept, dy, beside=None):
+    x, mean, inverse, scale_D, bias_D = kept
+    if inverse is None:
+        dx, d_scale_D, d_bias_D = kernels.norm_backward(x, dy, scale_D, how.eps, centred=how.centred, beside=beside)
+        return dx, d_scale_D, None if bias_D is None else d_bias_D
+    exact, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    normed = (exact if mean is None else exact - mean) * inverse
     dn = dy * scale_D
-    dx = inverse * (dn - dn.mean(axis=-1, keepdims=True) - normed * (dn * normed).mean(axis=-1, keepdims=True))
+    along = normed * (dn * normed).mean(axis=-1, keepdims=True)
+    dx = inverse * (dn - (0.0 if mean is None else dn.mean(axis=-1, keepdims=True)) - along)
+    dx = dx if beside is None else dx + beside.astype(jnp.float32)
     leading = tuple(range(x.ndim - 1))
-    return dx.astype(x.dtype), (dy * normed).sum(axis=leading), dy.sum(axis=leading), None
+    d_scale_D, d_bias_D = (dy * normed).sum(axis=leading), dy.sum(axis=leading)
+    return dx.astype(x.dtype), d_scale_D, None if bias_D is None else d_bias_D
 
 
-layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+norm.defvjp(_norm_forward, _norm_backward)
 
 
-@jax.custom_vjp
-def rms_norm(x: jax.Array, scale_D: jax.Array, eps: jax.Array) -> jax.Array:
-    """Root-mean-square normalisation over the last axis, in float32."""
-    return _rms_norm_forward(x, scale_D, eps)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def norm_beside(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, how: Norm) -> tuple[jax.Array, jax.Array]:
+    """`norm(x)` and `x` itself, for a residual: the gradients of the two are added before they are rounded."""
+    return norm(x, scale_D, bias_D, how), x
 
 
-def _rms_norm_forward(x, scale_D, eps):
-    exact = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.square(exact).mean(axis=-1, keepdims=True) + eps)
-    return (exact * inverse * scale_D).astype(x.dtype), (x, inverse, scale_D)
+def _norm_beside_forward(x, scale_D, bias_D, how):
+    y, kept = _norm_forward(x, scale_D, bias_D, how)
+    return (y, x), kept
 
 
-def _rms_norm_backward(kept, dy):
-    x, inverse, scale_D = kept
-    normed, dy = x.astype(jnp.float32) * inverse, dy.astype(jnp.float32)
-    dn = dy * scale_D
-    dx = inverse * (dn - normed * (dn * normed).mean(axis=-1, keepdims=True))
-    return dx.astype(x.dtype), (dy * normed).sum(axis=tuple(range(x.ndim - 1))), None
-
-
-rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+norm_beside.defvjp(_norm_beside_forward, lambda how, kept, dy: _norm_backward(how, kept, *dy))
 
 
 class Scoring(NamedTuple):
@@ -189,13 +217,13 @@ def _attention_forward(q_BHTC, k_BKTC, v_BKTE, segments_BT=None, window=None, sc
 def _attention_backward(scoring, kept, dy_BHTE):
     q_BKRC, k_BKTC, v_BKTE, weights_BKRS, y_BKRE, slope_BKRS = kept
     scoring, dtype = scoring or Scoring(q_BKRC.shape[-1] ** -0.5), v_BKTE.dtype
-    dy_BKRE = _settled(dy_BHTE.reshape(y_BKRE.shape))
-    dv_BKTE = _settled(_product(_turned(dy_BKRE), weights_BKRS, 3, 2))
+    dy_BKRE = settled(dy_BHTE.reshape(y_BKRE.shape))
+    dv_BKTE = settled(_product(_turned(dy_BKRE), weights_BKRS, 3, 2))
     along_BKR1 = (dy_BKRE.astype(jnp.float32) * y_BKRE.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_weights_BKRS = _product(dy_BKRE, v_BKTE, 3, 3).astype(jnp.float32)
     d_scores_BKRS = weights_BKRS.astype(jnp.float32) * (d_weights_BKRS - along_BKR1)
     d_scores_BKRS = (d_scores_BKRS if slope_BKRS is None else d_scores_BKRS * slope_BKRS).astype(dtype)
-    dk_BKTC = _settled(_product(_turned(q_BKRC), d_scores_BKRS, 3, 2))
+    dk_BKTC = settled(_product(_turned(q_BKRC), d_scores_BKRS, 3, 2))
     dq_BKRC = _product(d_scores_BKRS, k_BKTC, 3, 2) * scoring.scale
     return (
         dq_BKRC.astype(dtype).reshape(*dy_BHTE.shape[:3], -1),
@@ -210,7 +238,7 @@ causal_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _turned(x_BKRC: jax.Array) -> jax.Array:
-    return _settled(jnp.swapaxes(x_BKRC, 2, 3))
+    return settled(jnp.swapaxes(x_BKRC, 2, 3))
 
 
 def _product(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:

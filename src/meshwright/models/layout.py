@@ -23,6 +23,13 @@ class Layout:
     fuse_linear = True
     """Whether several linear maps of one input are best made one."""
 
+    fused_attention = True
+    """Whether attention may go through cuDNN's fused kernels."""
+    on_mesh = False
+    """Whether arrays may lie cut along a mesh."""
+    whole_vocab = True
+    """Whether each device scores all of the vocabulary."""
+
     def place(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x`, lying as its axes' names ask.
 
@@ -54,13 +61,27 @@ class Layout:
         k_BTKC: jax.Array,
         v_BTKE: jax.Array,
         segments_BT: jax.Array | None,
-        window: jax.Array | None,
+        window: jax.Array | int | None,
         scoring: "Scoring",
     ) -> jax.Array:
         """Causal softmax attention within a sequence, `[B, T, H, E]`; see `meshwright.models.attention`."""
         from meshwright.models.attention import whole_attention
 
         return whole_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
+
+    def rows_are_whole(self, batch: int) -> bool:
+        """Whether `by_rows` may be called with arrays of that batch."""
+        return True
+
+    def by_rows(self, f: Callable[..., Any], rows: tuple[jax.Array, ...], whole: tuple[jax.Array, ...]) -> Any:
+        """`f(*rows, *whole)` on each device, for what it holds; it isn't differentiated.
+
+        Arguments:
+            f: takes and returns arrays whose first axis goes by examples, or by parts of what a device holds.
+            rows: `[B, ...]`, whole but for the first axis.
+            whole: the same everywhere.
+        """
+        return f(*rows, *whole)
 
     def experts(
         self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: "ExpertKernels"

@@ -3,7 +3,8 @@
 import jax
 from flax import nnx
 
-from meshwright.models.gradients import gelu
+from meshwright.models import kernels
+from meshwright.models.gradients import gelu, gelu_of_sum
 from meshwright.models.layers import Linear, fused_linear
 from meshwright.models.layout import layout
 from meshwright.models.spec import ModelSpec
@@ -26,6 +27,8 @@ class MLP(nnx.Module):
         if self.gate is not None:
             gate_BTF, up_BTF = fused_linear(x_BTD, self.gate, self.up)
             inner_BTF = (gelu if self.activation == "geglu" else jax.nn.silu)(gate_BTF) * up_BTF
+        elif self.activation == "gelu" and self.up.bias is not None and kernels.applies(x_BTD):
+            inner_BTF = gelu_of_sum(self.up.product(x_BTD), self.up.bias[...])
         else:
             up_BTF = self.up(x_BTD)
             inner_BTF = jax.nn.relu(up_BTF) if self.activation == "relu" else gelu(up_BTF)

@@ -1,6 +1,7 @@
 """The JAX engine: a model in Flax NNX, one compiled step, state that stays on the device."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
 from meshwright.engines.jax.checkpoint import restore_state, save_state
 from meshwright.engines.jax.decode import Generator
+from meshwright.engines.jax.estimate import flops_per_token
 from meshwright.engines.jax.hf import HostParameters, logits_of, make_logits
 from meshwright.engines.jax.memory_check import fitting_train_step
+from meshwright.engines.jax.peaks import peak_flops
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
@@ -68,6 +71,7 @@ class JaxEngine:
         self.trained_parameters = program.state.trained_parameters
         if spec.experts:
             self.active_parameters = active_parameter_count(spec)
+        self.token_seconds = _token_seconds(program)
         self.description = f"{_devices()}, {jnp.dtype(program.dtype).name}{_mesh_in_words(program.mesh.sizes)}"
         self.identity = {
             "model": getattr(model, "__qualname__", repr(model)),
@@ -91,6 +95,10 @@ class JaxEngine:
         """See `Engine.eval_step`."""
         loss = self._program.eval_step(self._evaluation_params(), self._program.mesh.place(batch))
         return loss.total, loss.tokens
+
+    def trace(self, folder: Path) -> AbstractContextManager:
+        """See `Engine.trace`."""
+        return jax.profiler.trace(str(folder), create_perfetto_trace=True)
 
     def is_finite(self) -> bool:
         """See `Engine.is_finite`."""
@@ -135,6 +143,15 @@ class JaxEngine:
         if isinstance(state.optimizer, optax.contrib.ScheduleFreeState):
             return trained.put(self._program.average(state.optimizer, trained.of(state.params)), state.params)
         return state.params
+
+
+def _token_seconds(program: Program) -> float | None:
+    """See `Engine.token_seconds`; the peak is one of bfloat16."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is None or program.dtype != jnp.bfloat16:
+        return None
+    adapters = program.state.trained_parameters if program.run.lora.rank else 0
+    return flops_per_token(program.spec, program.run.train.sequence_length, adapters) / (peak * jax.device_count())
 
 
 def _devices() -> str:

@@ -21,7 +21,7 @@ from meshwright.engines.jax.mesh import RunMesh, check_mesh, mesh_sizes
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.jax.state import StatePlan
-from meshwright.engines.jax.step import CHUNK
+from meshwright.engines.jax.step import loss_chunk
 from meshwright.models.decoder import active_parameter_count
 from meshwright.models.moe import expert_room
 from meshwright.models.spec import ModelSpec
@@ -364,7 +364,7 @@ def _loss(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[i
         time_shares = run_mesh.loss_shares(run)[1] // sizes["context"]
         tokens = run_mesh.accumulate * share.tokens // time_shares
     head = 2 * tokens * spec.width * share.number + (0 if run.lora.rank else _FLOAT32 * spec.width * vocab)
-    return head, 2 * _FLOAT32 * min(CHUNK, tokens) * vocab
+    return head, 2 * _FLOAT32 * min(loss_chunk(spec.vocab_size), tokens) * vocab
 
 
 def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, share: Share) -> int:

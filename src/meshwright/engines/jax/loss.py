@@ -3,14 +3,22 @@
 Shapes: A micro-batches of M examples, T time, N tokens, D width, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from meshwright.models.gradients import capped
+from meshwright.engines.jax.manual import manual
+from meshwright.engines.jax.rules import ACTIVATIONS
+from meshwright.models import kernels
+from meshwright.models.gradients import capped, settled
+from meshwright.models.layout import Layout, layout, use_layout
+
+_COLUMNS = 128  # of which a GPU's matrix units want a multiple
 
 
 class Head(NamedTuple):
@@ -46,11 +54,31 @@ def sharded_cross_entropy_sum(
         return cut.reshape(many, long, -1, *x.shape[3:])
 
     total = partial(cross_entropy_sum, chunk=chunk, vocab=vocab, softcap=softcap)
+    if long == 1 and layout().on_mesh and kernels.applies(x_AMTD[0]):
+        return _on_each_device(total, x_AMTD, head, targets_AMT, weights_AMT)
     x, targets, weights = by_share(x_AMTD), by_share(targets_AMT), by_share(weights_AMT)
     if shares == (1, 1):
         return total(x[0, 0], head, targets[0, 0], weights[0, 0])
     over_time = jax.vmap(total, in_axes=(0, None, 0, 0))
     return jax.vmap(over_time, in_axes=(0, None, 0, 0))(x, head, targets, weights).sum()
+
+
+def _on_each_device(
+    total: Callable[..., jax.Array], x_AMTD: jax.Array, head: Head, targets_AMT: jax.Array, weights_AMT: jax.Array
+) -> jax.Array:
+    """The sum over the devices of what each makes of its examples, with kernels that XLA can't cut."""
+
+    def here(x: jax.Array, targets: jax.Array, weights: jax.Array, *of_head: jax.Array) -> jax.Array:
+        with use_layout(Layout()):
+            rows = (part.reshape(-1, *part.shape[3:]) for part in (x, targets.astype(jnp.int32), weights))
+            x_ND, targets_N, weights_N = rows
+            return total(x_ND, Head(of_head[0], *(of_head[1:] or (None,))), targets_N, weights_N)[None]
+
+    axes = ACTIVATIONS["batch"]
+    cut, whole = PartitionSpec(None, axes), PartitionSpec()
+    given = [part for part in head if part is not None]
+    mapped = manual(here, (cut, cut, cut, *(whole for _ in given)), PartitionSpec(axes), axes)
+    return mapped(x_AMTD, targets_AMT.astype(jnp.float32), weights_AMT, *given).sum()  # float32 holds an id exactly
 
 
 def cross_entropy_sum(
@@ -89,9 +117,11 @@ def cross_entropy_sum(
 def _total(
     x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ) -> jax.Array:
+    wide = _widened(head, x_ND)
+
     def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x_CD, targets_C, weights_C = one
-        scores_CV, _ = _scores(x_CD, head, vocab, softcap)
+        scores_CV, _ = _scores(x_CD, wide, vocab, softcap)
         losses_C = jax.nn.logsumexp(scores_CV, axis=-1) - _pick(scores_CV, targets_C)
         return total + (losses_C * weights_C).sum(), None
 
@@ -101,24 +131,46 @@ def _total(
 def _total_and_gradient(
     x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ):
+    wide = _widened(head, x_ND)
+
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
-        scores_CV, slope_CV = _scores(x_CD, head, vocab, softcap)
-        highest_C1 = scores_CV.max(axis=-1, keepdims=True)
-        exp_CV = jnp.exp(scores_CV - highest_C1)
-        sum_C1 = exp_CV.sum(axis=-1, keepdims=True)
-        losses_C = (jnp.log(sum_C1) + highest_C1)[:, 0] - _pick(scores_CV, targets_C)
-        d_scores_CV = (exp_CV / sum_C1 - _is_target(scores_CV, targets_C)) * weights_C[:, None]
-        d_scores_CV = d_scores_CV if slope_CV is None else d_scores_CV * slope_CV
-        d_scores_CV = jax.lax.optimization_barrier(d_scores_CV.astype(x_CD.dtype))  # read thrice: make it once
-        d_kernel_DV = jnp.dot(jax.lax.optimization_barrier(x_CD.T), d_scores_CV, preferred_element_type=jnp.float32)
+        losses_C, d_scores_CV = _losses_and_gradients(x_CD, wide, targets_C, weights_C, vocab, softcap)
+        d_kernel_DV = jnp.dot(settled(x_CD.T), d_scores_CV, preferred_element_type=jnp.float32)
         d_bias_V = None if d_head.bias_V is None else d_head.bias_V + d_scores_CV.astype(jnp.float32).sum(axis=0)
-        d_x_CD = d_scores_CV @ head.kernel_DV.T.astype(x_CD.dtype)
+        d_x_CD = d_scores_CV @ wide.kernel_DV.T
         return (total + (losses_C * weights_C).sum(), Head(d_head.kernel_DV + d_kernel_DV, d_bias_V)), d_x_CD
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), head)
-    (total, d_head), d_x = jax.lax.scan(add, (jnp.zeros(()), zeros), _chunks(chunk, x_ND, targets_N, weights_N))
-    return total, (d_x.reshape(x_ND.shape), jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_head, head))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wide)
+    (total, d_wide), d_x = jax.lax.scan(add, (jnp.zeros(()), zeros), _chunks(chunk, x_ND, targets_N, weights_N))
+    d_head = jax.tree.map(lambda d, leaf: d[..., : leaf.shape[-1]].astype(leaf.dtype), d_wide, head)
+    return total, (d_x.reshape(x_ND.shape), d_head)
+
+
+def _losses_and_gradients(
+    x_CD: jax.Array, head: Head, targets_C: jax.Array, weights_C: jax.Array, vocab: int, softcap: float
+) -> tuple[jax.Array, jax.Array]:
+    """The cross-entropies of a chunk, `[C]`, and the weighed gradients by its scores, `[C, V]`."""
+    if not layout().on_mesh and kernels.applies(x_CD) and head.bias_V is None and not softcap:
+        scores_CV = jnp.dot(x_CD, head.kernel_DV, preferred_element_type=jnp.float32)
+        return kernels.cross_entropy(scores_CV, targets_C, weights_C, vocab=vocab, dtype=x_CD.dtype)
+    scores_CV, slope_CV = _scores(x_CD, head, vocab, softcap)
+    highest_C1 = scores_CV.max(axis=-1, keepdims=True)
+    exp_CV = jnp.exp(scores_CV - highest_C1)
+    sum_C1 = exp_CV.sum(axis=-1, keepdims=True)
+    losses_C = (jnp.log(sum_C1) + highest_C1)[:, 0] - _pick(scores_CV, targets_C)
+    d_scores_CV = (exp_CV / sum_C1 - _is_target(scores_CV, targets_C)) * weights_C[:, None]
+    d_scores_CV = d_scores_CV if slope_CV is None else d_scores_CV * slope_CV
+    return losses_C, jax.lax.optimization_barrier(d_scores_CV.astype(x_CD.dtype))  # read thrice: make it once
+
+
+def _widened(head: Head, x_ND: jax.Array) -> Head:
+    """The head, its kernel in the type of `x_ND`; on a GPU with columns of padding, as its matrix units want."""
+    padded = jax.default_backend() == "gpu" and layout().whole_vocab
+    missing = -head.kernel_DV.shape[1] % _COLUMNS if padded else 0
+    bias_V = head.bias_V if head.bias_V is None or not missing else jnp.pad(head.bias_V, (0, missing))
+    kernel_DV = head.kernel_DV.astype(x_ND.dtype)
+    return Head(jnp.pad(kernel_DV, ((0, 0), (0, missing))) if missing else kernel_DV, bias_V)
 
 
 def _scale(_chunk: int, _vocab: int, _softcap: float, gradients: tuple[jax.Array, Head], by: jax.Array):
@@ -130,7 +182,7 @@ _total.defvjp(_total_and_gradient, _scale)
 
 
 def _scores(x_CD: jax.Array, head: Head, vocab: int, softcap: float) -> tuple[jax.Array, jax.Array | None]:
-    scores_CV = jnp.dot(x_CD, head.kernel_DV.astype(x_CD.dtype), preferred_element_type=jnp.float32)
+    scores_CV = jnp.dot(x_CD, head.kernel_DV, preferred_element_type=jnp.float32)
     scores_CV = scores_CV if head.bias_V is None else scores_CV + head.bias_V
     scores_CV, slope_CV = capped(scores_CV, softcap)
     if vocab == scores_CV.shape[1]:

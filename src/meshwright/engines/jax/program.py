@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from meshwright.config import Run
+from meshwright.engines.jax.compile_cache import use_compile_cache
 from meshwright.engines.jax.mesh import RunMesh, make_run_mesh
 from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer, make_schedule
 from meshwright.engines.jax.sharding import MeshLayout
@@ -47,6 +48,7 @@ class Program:
         training: bool = True,
     ):
         self.run, self.spec, self.model = run, spec, model
+        use_compile_cache(run)
         self.mesh = run_mesh = make_run_mesh(run, spec, training=training)
         self.dtype = compute_dtype(run)
         schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
@@ -78,6 +80,10 @@ class Program:
             options: of `jax.jit`.
         """
         layout = Layout() if self.mesh.mesh is None else MeshLayout(self.mesh, self.spec, ordered=ordered)
+        deterministic = self.run.train.deterministic and jax.default_backend() == "gpu"
+        # Of two alike calls of cuDNN's deterministic backward kernel XLA finds one only (openxla/xla#46500). So layers
+        # are a loop then, and where they are two loops they do without.
+        layout.fused_attention = not (deterministic and self.spec.dense_layers)
 
         def traced(*arguments: Any) -> Any:
             with use_layout(layout):
@@ -85,6 +91,8 @@ class Program:
 
         if self.mesh.mesh is not None and jax.default_backend() == "gpu":
             options["compiler_options"] = {"xla_disable_hlo_passes": PASSES_OFF_ON_GPUS}
+        if deterministic:
+            options["compiler_options"] = options.get("compiler_options", {}) | {"xla_gpu_deterministic_ops": True}
         return OnMesh(self.mesh, jax.jit(traced, **options))
 
     def compile_train_step(self) -> jax.stages.Compiled:

@@ -16,6 +16,8 @@ from meshwright.engines.jax.manual import manual
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.ring import ring_attention, zigzag_order
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED, PARAMETERS
+from meshwright.models import flash
+from meshwright.models.attention import whole_attention, window_array
 from meshwright.models.gradients import Scoring
 from meshwright.models.layout import Layout
 from meshwright.models.moe import ExpertKernels
@@ -122,6 +124,8 @@ class MeshLayout(Layout):
         self._spec = spec
         self._context = 1 if ordered else run_mesh.sizes["context"]
         self.fuse_linear = run_mesh.sizes["tensor"] == 1
+        self.on_mesh = True
+        self.whole_vocab = run_mesh.sizes["tensor"] == 1
 
     def place(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """See `Layout.place`; an axis that its mesh axes don't divide is left as it is."""
@@ -167,19 +171,60 @@ class MeshLayout(Layout):
         k_BTKC: jax.Array,
         v_BTKE: jax.Array,
         segments_BT: jax.Array | None,
-        window: jax.Array | None,
+        window: jax.Array | int | None,
         scoring: Scoring,
     ) -> jax.Array:
         """See `Layout.attention`: a ring, where sequences are cut."""
-        if self._context == 1:
-            return super().attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
-        return ring_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
+        if self._context > 1:
+            return ring_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window_array(window), scoring)
+        rows, heads = ACTIVATIONS["batch"], ACTIVATIONS["heads"]
+        many = math.prod(self._sizes[axis] for axis in rows)
+        arguments = q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring
+        if q_BTHC.shape[0] % many or not flash.applies(*arguments):
+            return super().attention(*arguments)
+        return self._fused_attention(rows, heads, *arguments)
+
+    def _fused_attention(
+        self,
+        rows: tuple[str, ...],
+        heads: tuple[str, ...],
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKE: jax.Array,
+        segments_BT: jax.Array | None,
+        window: Any,
+        scoring: Scoring,
+    ) -> jax.Array:
+        # XLA can't cut a kernel that isn't its own: each device calls it for its rows and heads.
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+            # Integers come as float32, which holds them exactly.
+            whole = segments[0].astype(jnp.int32) if segments else None
+            return whole_attention(q, k, v, whole, window, scoring)
+
+        spec = PartitionSpec(rows, None, heads)
+        segments: tuple[jax.Array, ...] = ()
+        if segments_BT is not None:
+            segments = (jnp.broadcast_to(segments_BT, q_BTHC.shape[:2]).astype(jnp.float32),)
+        in_specs = (spec, spec, spec, *(PartitionSpec(rows) for _ in segments))
+        return manual(local, in_specs, spec, (*rows, *heads))(q_BTHC, k_BTKC, v_BTKE, *segments)
 
     def experts(
         self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: ExpertKernels
     ) -> jax.Array:
         """See `Layout.experts`: tokens travel to their experts and back."""
         return expert_parallel(x_BTD, chosen_BTJ, gates_BTJ, kernels)
+
+    def rows_are_whole(self, batch: int) -> bool:
+        """See `Layout.rows_are_whole`."""
+        along = {axis for axis, size in self._sizes.items() if size > 1}
+        return along <= set(ACTIVATIONS["batch"]) and batch % math.prod(self._sizes.values()) == 0
+
+    def by_rows(self, f: Callable[..., Any], rows: tuple[jax.Array, ...], whole: tuple[jax.Array, ...]) -> Any:
+        """See `Layout.by_rows`."""
+        axes = ACTIVATIONS["batch"]
+        in_specs = (*(PartitionSpec(axes) for _ in rows), *(PartitionSpec() for _ in whole))
+        cut = jax.shard_map(f, in_specs=in_specs, out_specs=PartitionSpec(axes), axis_names=set(axes), check_vma=False)
+        return cut(*rows, *whole)
 
     def by_sequence(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         """See `Layout.by_sequence`: each device works on its own, which XLA can't always be trusted to find out."""

@@ -3,6 +3,7 @@
 Shapes: A micro-batches of M examples, T time, D width, L layers, E experts; the global batch B = A M.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,8 +27,21 @@ from meshwright.models.stacks import STACKS
 
 Params = Any
 
-CHUNK = 512
-"""Tokens whose scores are made at a time: they stay in a CPU's cache, and spare an accelerator's memory."""
+_SCORES = 2**28  # 1 GiB
+
+
+def loss_chunk(vocab: int) -> int:
+    """Tokens whose scores are made at a time.
+
+    On a CPU few enough for its cache. On an accelerator the head's gradient is read and written once a chunk, so there
+    are as many as take a bounded part of its memory.
+
+    Arguments:
+        vocab: scores of a token.
+    """
+    if jax.default_backend() == "cpu":
+        return 512
+    return max(512, 2 ** int(math.log2(_SCORES / vocab)))
 
 
 class TrainState(NamedTuple):
@@ -66,6 +80,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
     In a pipeline A is whatever it is, otherwise 1.
     """
     sizes, shares = run_mesh.sizes, run_mesh.loss_shares(run)
+    scan_layers = run.train.scan_layers or (run.train.deterministic and jax.default_backend() == "gpu")
 
     def hidden(model: Any, batch: Batch, keys_AM: jax.Array | None) -> tuple[jax.Array, Routing | None]:
         if sizes["pipeline"] == 1:
@@ -77,7 +92,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
                 weights_BT=one.weights_BT,
                 dtype=dtype,
                 dropout_keys_B=None if keys_AM is None else keys_AM[0],
-                scan_layers=run.train.scan_layers,
+                scan_layers=scan_layers,
                 remat=run.train.remat,
             )
             return x_MTD[None], routing_L
@@ -89,7 +104,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
             starts_A,
             stages=sizes["pipeline"],
             rounds=run_mesh.rounds,
-            scan_layers=run.train.scan_layers,
+            scan_layers=scan_layers,
             remat=run.train.remat,
         )
         return model.finish(x_AMTD), routing_L
@@ -105,7 +120,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
             Head(*model.head_weights()),
             jnp.asarray(batch.targets_BT),
             jnp.asarray(batch.weights_BT),
-            chunk=CHUNK,
+            chunk=loss_chunk(spec.vocab_size),
             vocab=spec.vocab_size,
             softcap=spec.final_softcap,
             shares=shares,

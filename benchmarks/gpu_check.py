@@ -1,0 +1,218 @@
+"""Whether the fast paths of a GPU compute what the plain ones do, and whether a deterministic run is one.
+
+    python benchmarks/gpu_check.py      writes results/gpu_check.json; ends with 1 where something is off
+
+Three checks, on one NVIDIA GPU:
+
+- gradients of small models in bfloat16, with the fast paths and without, against float32 without: the norm of the
+  difference of all gradients as a share of their norm. With the fast paths it may be a tenth larger than without.
+- 300 steps on Python sources, with and without: the means of the last 50 losses may differ by 0.02.
+- `meshwright train` with `train.deterministic`, twice, one of the two killed and started again: all losses are equal;
+  and twice without it, where they aren't.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from common import machine, write_results
+
+SMALL = {"layers": 2, "width": 256, "heads": 4, "context_length": 512, "vocab_size": 1003}
+LLAMA = {**SMALL, "preset": "llama-tiny", "kv_heads": 2, "head_width": 64, "ffn_width": 512}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {**SMALL, "preset": "gpt2-tiny", "ffn_width": 1024},
+    "llama": LLAMA,
+    "llama, documents side by side": LLAMA,
+    "llama, windows": {**LLAMA, "window": 64, "global_every": 2},
+}
+TEXT_MODELS = ("gpt2-mini", "llama-mini")
+STEPS, KILLED_AT = 60, 35
+RUN_FILE = """
+run_dir = "{folder}/{name}"
+[data]
+train = "python-stdlib"
+store = "{folder}/store"
+[tokenizer]
+kind = "bytes"
+[model]
+preset = "gpt2-mini"
+[train]
+steps = {steps}
+batch_size = 16
+sequence_length = 512
+scan_layers = true
+log_every = 1
+eval_every = 0
+sample_every = 0
+deterministic = {deterministic}
+compile_cache = "off"
+[checkpoint]
+every = 20
+"""
+
+
+@contextmanager
+def plain_paths() -> Iterator[None]:
+    """Without fused attention and without kernels."""
+    from meshwright.models import flash, kernels
+
+    with ExitStack() as off:
+        for module in (flash, kernels):
+            off.enter_context(patch.object(module, "applies", lambda *_: False))
+        yield
+
+
+def gradients(model: dict[str, Any], dtype: str, documents: bool) -> np.ndarray:
+    """All gradients of one batch, one after another."""
+    import jax
+
+    from meshwright.config import make_run
+    from meshwright.data.examples import Batch
+    from meshwright.engines.jax.program import Program
+    from meshwright.engines.jax.step import make_loss
+    from meshwright.models.decoder import Decoder
+
+    train = {"batch_size": 4, "sequence_length": 512, "compute_dtype": dtype}
+    run = make_run({"data": {"train": "none"}, "model": model, "train": train})
+    program = Program(run, run.model.spec, model=Decoder)
+    loss_sum = make_loss(program.state.graph, run, run.model.spec, program.mesh, program.dtype)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model["vocab_size"], (1, 4, 513), dtype=np.int32)
+    weights = random.integers(0, 2, (1, 4, 512)).astype(np.float32)
+    segments = np.sort(random.integers(0, 4, (1, 4, 512)), axis=-1).astype(np.int32) if documents else None
+    batch = Batch(tokens[..., :-1], tokens[..., 1:], weights, segments)
+    # In float32 the search for the fastest products would take minutes.
+    options = {"xla_gpu_autotune_level": 0} if dtype == "float32" else {}
+    gradient = jax.jit(jax.grad(lambda params, batch: loss_sum(params, batch).total), compiler_options=options)
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        found = gradient(program.make_state().params, batch)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(found)]).astype(np.float64)
+
+
+def gradient_errors() -> dict[str, dict[str, float]]:
+    """For each model, how far its gradients are off, with the fast paths and without."""
+    found = {}
+    for name, model in MODELS.items():
+        documents = "documents" in name
+        with plain_paths():
+            exact, plain = (gradients(model, dtype, documents) for dtype in ("float32", "bfloat16"))
+        fast = gradients(model, "bfloat16", documents)
+        size = np.linalg.norm(exact)
+        found[name] = {
+            "fast": float(np.linalg.norm(fast - exact) / size),
+            "plain": float(np.linalg.norm(plain - exact) / size),
+            "between": float(np.linalg.norm(fast - plain) / size),
+        }
+        print("gradients", name, found[name], flush=True)
+    return found
+
+
+def text_losses(preset: str, text: np.ndarray) -> list[float]:
+    """Losses of 300 steps on bytes of text."""
+    from meshwright.config import make_run
+    from meshwright.data.examples import Batch
+    from meshwright.engines.jax.engine import JaxEngine
+
+    train = {"steps": 300, "batch_size": 16, "sequence_length": 512}
+    model = {"preset": preset, "vocab_size": 257, "context_length": 512}
+    schedule = {"warmup_steps": 30}
+    run = make_run({"data": {"train": "none"}, "model": model, "schedule": schedule, "train": train})
+    engine, random, losses = JaxEngine(run, run.model.spec), np.random.default_rng(0), []
+    weights = np.ones((16, 512), np.float32)
+    for _ in range(300):
+        starts = random.integers(0, len(text) - 513, 16)
+        rows = np.stack([text[start : start + 513] for start in starts])
+        losses.append(engine.train_step(Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), weights))["loss"])
+    return [float(loss) for loss in losses]
+
+
+def losses_on_text() -> dict[str, dict[str, float]]:
+    """For each model, the ends of both curves and how they differ."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = np.frombuffer(b"\0".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
+    found = {}
+    for preset in TEXT_MODELS:
+        fast = np.array(text_losses(preset, text))
+        with plain_paths():
+            plain = np.array(text_losses(preset, text))
+        found[preset] = {
+            "fast_last_50": float(fast[-50:].mean()),
+            "plain_last_50": float(plain[-50:].mean()),
+            "mean_difference": float(np.abs(fast - plain).mean()),
+            "largest_difference": float(np.abs(fast - plain).max()),
+        }
+        print("text", preset, found[preset], flush=True)
+    return found
+
+
+def start(command: str, run_file: Path, platform: dict[str, str] | None = None) -> subprocess.Popen:
+    """`meshwright` as a process of its own, which takes a small part of the card's memory."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1", **(platform or {})}
+    arguments = [sys.executable, "-c", "from meshwright.cli import main; main()", command, str(run_file)]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL)
+
+
+def deterministic_runs() -> dict[str, Any]:
+    """Losses of two runs that should be equal, of which one was killed, and of two that needn't be."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for name in ("whole", "killed", "free", "free too"):
+            files[name] = Path(folder) / f"{name.replace(' ', '-')}.toml"
+            flag = str(not name.startswith("free")).lower()
+            values = {"folder": folder, "name": files[name].stem, "steps": STEPS, "deterministic": flag}
+            files[name].write_text(RUN_FILE.format(**values))
+        prepared = start("prepare", files["whole"], {"JAX_PLATFORMS": "cpu"}).wait(timeout=300)
+        assert prepared == 0, prepared
+        processes = {name: start("train", file) for name, file in files.items()}
+
+        def losses(name: str) -> list[float]:
+            log = Path(folder) / files[name].stem / "metrics.jsonl"
+            return [json.loads(line)["loss"] for line in log.read_text().splitlines()] if log.exists() else []
+
+        while len(losses("killed")) < KILLED_AT and processes["killed"].poll() is None:
+            time.sleep(0.02)
+        processes["killed"].send_signal(signal.SIGKILL)
+        code, reached = processes["killed"].wait(timeout=60), len(losses("killed"))
+        processes["killed"] = start("train", files["killed"])
+        codes = [process.wait(timeout=300) for process in processes.values()]
+        found = {name: losses(name) for name in files}
+    result = {
+        "killed_at": reached,
+        "was_killed": code == -signal.SIGKILL and not any(codes),
+        "equal": found["whole"] == found["killed"] and len(found["whole"]) == STEPS,
+        "equal_without": found["free"] == found["free too"],
+    }
+    print("deterministic", result, flush=True)
+    return result
+
+
+def main() -> None:
+    """Check, write the results, and say what is off."""
+    measured_on = machine("jax", "flax", "optax")
+    runs = deterministic_runs()  # first: this process takes most of the card's memory
+    errors, texts = gradient_errors(), losses_on_text()
+    import jax
+
+    measured_on["card"] = jax.devices()[0].device_kind
+    write_results("gpu_check", measured_on, {"deterministic": runs, "gradients": errors, "text": texts})
+    off = [name for name, e in errors.items() if not (e["fast"] < 1.1 * e["plain"] and e["between"] > 0)]
+    off += [name for name, t in texts.items() if not abs(t["fast_last_50"] - t["plain_last_50"]) < 0.02]
+    if not (runs["was_killed"] and runs["equal"] and not runs["equal_without"]):
+        off.append("deterministic")
+    if off:
+        sys.exit(f"off: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()

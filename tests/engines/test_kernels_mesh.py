@@ -1,0 +1,65 @@
+"""The kernels for GPUs on a mesh, interpreted on virtual devices: each device runs them on its own examples."""
+
+import json
+import sys
+
+import numpy as np
+from virtual import measured_on_eight_devices
+
+from meshwright.config import make_run
+from meshwright.data.examples import Batch
+from meshwright.engines.jax.engine import JaxEngine
+from meshwright.models import kernels
+from meshwright.models.layout import layout
+
+MESHES = [{"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2, "context": 2}]
+
+
+def losses(mesh: dict[str, int]) -> list[float]:
+    """Of three steps."""
+    run = make_run(
+        {
+            "data": {"train": "none"},
+            "model": {"preset": "gpt2-tiny", "layers": 2, "width": 64, "vocab_size": 300, "context_length": 32},
+            "mesh": {"data": 1, **mesh},
+            "train": {"batch_size": 16, "micro_batch_size": 8, "sequence_length": 32},
+        }
+    )
+    engine, found = JaxEngine(run, run.model.spec), []
+    tokens = np.random.default_rng(0).integers(0, 300, (16, 33)).astype(np.int32)
+    weights = np.random.default_rng(1).integers(0, 2, (16, 32)).astype(np.float32)
+    for _ in range(3):
+        values = engine.train_step(Batch(tokens[:, :-1], tokens[:, 1:], weights))
+        found += [float(values["loss"]), float(values["grad_norm"])]
+    return found
+
+
+def measure() -> dict[str, list]:
+    """Losses and gradient norms, and what each kernel was given, with the kernels and without."""
+    found, given, call = {"without": [losses(mesh) for mesh in MESHES]}, [], kernels._call
+
+    def watched(kernel, grid, shapes, *arrays, **more):
+        given.append([kernel.func.__name__, *arrays[-1].shape])
+        return call(kernel, grid, shapes, *arrays, **more)
+
+    kernels._call, kernels.applies = watched, lambda x: layout().rows_are_whole(x.shape[0])
+    found["with"], found["given"] = [], []
+    for mesh in MESHES:
+        given.clear()
+        found["with"].append(losses(mesh))
+        found["given"].append(sorted({tuple(entry) for entry in given}))
+    return found
+
+
+def test_they_change_nothing_and_see_one_devices_examples():
+    found = measured_on_eight_devices(__file__)
+    np.testing.assert_allclose(found["with"], found["without"], rtol=1e-5)
+    names = {entry[0] for entry in found["given"][0]}
+    assert names == {"_norm_backward", "_gelu_backward", "_cross_entropy"}
+    rows = {entry[1] for entry in found["given"][0] if entry[0] != "_cross_entropy"}
+    assert rows == {32}  # of 8 examples of 32 tokens on 8 devices
+    assert found["given"][1] == []  # examples aren't whole there
+
+
+if __name__ == "__main__":
+    json.dump(measure(), sys.stdout)
