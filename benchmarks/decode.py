@@ -7,7 +7,9 @@
 Models with random weights, made by transformers, written as a checkpoint and read by both sides. Prompts of 64 tokens,
 128 new ones, the likeliest each time, none ends a text. Each side is a process of its own that lives through the
 measurement; they take turns, and the first call of each, which compiles, is told apart. On a GPU a third side has
-transformers use its cache of fixed shape, for which it compiles the step too.
+transformers use its cache of fixed shape, for which it compiles the step too; and there the share of the card's memory
+bandwidth is told that reading each parameter, two bytes, and the filled places of the cache once a token takes: of the
+whole call, prompt included.
 """
 
 import argparse
@@ -38,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, **LLAMA},
     },
 }
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second, by NVIDIA's data sheets
 ON_CPU = {"shapes": ["smollm2-135m", "gpt2-124m"], "batches": [1, 8], "sides": ["ours", "transformers"]}
 ON_GPU = {"shapes": ["llama-1b"], "batches": [1, 32], "sides": ["ours", "transformers", "transformers-static"]}
 
@@ -152,6 +155,25 @@ def _ask(process: subprocess.Popen, batch: int) -> dict[str, Any]:
     return json.loads(process.stdout.readline())
 
 
+def _card() -> str:
+    code = "import torch; print(torch.cuda.get_device_name(0))"
+    return subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+
+
+def _share_of_bandwidth(row: dict[str, Any], card: str) -> dict[str, float] | None:
+    peak = next((bytes_ for name, bytes_ in BANDWIDTH.items() if name in card), None)
+    if peak is None:
+        return None
+    shape = SHAPES[row["model"]]
+    width, layers, kv_heads = (shape[f"{key}"] for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads"))
+    kv_width = width // shape["num_attention_heads"] * kv_heads
+    each = 2 * width * width + 2 * width * kv_width + 3 * width * shape["intermediate_size"]
+    parameters = layers * each + width * shape["vocab_size"]
+    cached = row["batch"] * (PROMPT + NEW / 2) * layers * 2 * kv_width
+    steps = {side: speed / row["batch"] for side, speed in row["tokens_per_second"].items()}
+    return {side: 2 * (parameters + cached) * step / peak for side, step in steps.items()}
+
+
 def main() -> None:
     """Measure, write the results, print them."""
     parser = argparse.ArgumentParser()
@@ -170,6 +192,10 @@ def main() -> None:
     for shape in [arguments.shape] if arguments.shape else plan["shapes"]:
         batches = [arguments.batch] if arguments.batch else plan["batches"]
         rows += compare(shape, batches, plan["sides"], arguments.gpu)
+    if arguments.gpu:
+        measured_on["card"] = _card()
+        for row in rows:
+            row["share_of_bandwidth"] = _share_of_bandwidth(row, measured_on["card"])
     for row in rows:
         speeds = "   ".join(f"{side} {speed:,.1f}" for side, speed in row["tokens_per_second"].items())
         print(f"{row['model']:<14} batch {row['batch']:>2}   tokens/s: {speeds}")

@@ -8,8 +8,8 @@ before and after each: the median window counts. `program` is the whole of `mesh
 with its loader, a record every 10 steps and a checkpoint every 200: the time between two of its records by the clock
 of the process that started it.
 
-MFU is the share of the card's peak (`meshwright.engines.jax.peaks`) of the operations that training on a token needs:
-6 P + 12 L H Q T (`meshwright.engines.jax.estimate.flops_per_token`), experts that a token doesn't pass left out.
+MFU is the share of the card's peak (`meshwright.engines.peaks`) of the operations that training on a token needs:
+6 P + 12 L H Q T (`meshwright.engines.flops.training_flops`), experts that a token doesn't pass left out.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def main() -> None:
     if arguments.side:
         work(arguments.side, names)
         return
-    from meshwright.engines.jax.peaks import peak_flops
+    from meshwright.engines.peaks import peak_flops
 
     measured_on = {**machine("jax", "flax", "optax", "torch"), "card": card()}
     peak = peak_flops(measured_on["card"])

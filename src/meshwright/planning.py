@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from meshwright.config import Run
 from meshwright.data.store import Store
 from meshwright.data.tokenizer import open_tokenizer
+from meshwright.engines.flops import head_widths, multiplied_parameters
 from meshwright.engines.jax.estimate import (
     Estimate,
     abstract_mesh,
@@ -16,9 +17,7 @@ from meshwright.engines.jax.estimate import (
     count_of,
     estimate,
     flops_per_token,
-    head_widths,
     human_bytes,
-    multiplied_parameters,
 )
 from meshwright.engines.jax.memory_check import compiled_bytes, device_memory
 from meshwright.engines.jax.mesh import RunMesh
@@ -74,7 +73,7 @@ class Plan:
 
     @property
     def flops_per_token(self) -> int:
-        """See `meshwright.engines.jax.estimate.flops_per_token`."""
+        """See `meshwright.engines.flops.training_flops`."""
         return flops_per_token(self.spec, self.run.train.sequence_length, self.adapters)
 
     @property
@@ -208,7 +207,7 @@ def _model(plan: Plan) -> Rows:
     width = f"({' + '.join(map(str, head_widths(spec)))}) / 2"
     times, adapters = (4, f"6 x {plan.adapters:,} of adapters + ") if plan.adapters else (6, "")
     formula = (
-        f"{times} x {multiplied_parameters(spec):,} parameters + {adapters}"
+        f"{times} x {multiplied_parameters(spec, active_parameter_count(spec)):,} parameters + {adapters}"
         f"12 x {spec.layers} layers x {spec.heads} heads x {width} x {length} tokens"
     )
     return [

@@ -13,7 +13,8 @@ from virtual import measured_on_eight_devices
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
-from meshwright.engines.jax.estimate import estimate, flops_per_token, multiplied_parameters
+from meshwright.engines.flops import multiplied_parameters
+from meshwright.engines.jax.estimate import estimate, flops_per_token
 from meshwright.engines.jax.memory_check import compiled_bytes
 from meshwright.engines.jax.mesh import check_mesh, mesh_sizes
 from meshwright.engines.jax.optimizer import make_optimizer
@@ -121,7 +122,7 @@ def test_counts_by_hand():
     whole = 2 * VOCAB * 32 + 32 + 3 * (norms + attention) + dense + 2 * sparse
     assert parameter_count(spec) == whole
     assert active_parameter_count(spec) == whole - 2 * (8 - 2) * expert
-    assert multiplied_parameters(spec) == active_parameter_count(spec) - VOCAB * 32
+    assert multiplied_parameters(spec, active_parameter_count(spec)) == active_parameter_count(spec) - VOCAB * 32
     square = flops_per_token(spec, TIME) - flops_per_token(spec, 0)
     assert square == 6 * 3 * 4 * ((8 + 4) + 8) * TIME  # all layers have attention
 

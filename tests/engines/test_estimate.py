@@ -14,6 +14,7 @@ from meshwright.config import make_run
 from meshwright.data.examples import Batch
 from meshwright.engines.jax import memory_check
 from meshwright.engines.jax.engine import JaxEngine
+from meshwright.engines.flops import multiplied_parameters
 from meshwright.engines.jax.estimate import (
     Share,
     bytes_of,
@@ -21,12 +22,11 @@ from meshwright.engines.jax.estimate import (
     flops_per_token,
     human_bytes,
     layer_bytes,
-    multiplied_parameters,
 )
 from meshwright.engines.jax.memory_check import compiled_bytes, device_memory, fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.errors import UserError
-from meshwright.models.decoder import Decoder, parameter_count
+from meshwright.models.decoder import Decoder, active_parameter_count, parameter_count
 from meshwright.models.spec import preset
 
 # XLA may keep other things than the forward pass names; for what is measured here it stays within this.
@@ -48,17 +48,20 @@ def test_flops_of_gpt2_by_hand():
     attention = (768 * 3 * 768 + 3 * 768) + (768 * 768 + 768)
     feed_forward = (768 * 3072 + 3072) + (3072 * 768 + 768)
     multiplied = 12 * (norms + attention + feed_forward) + 2 * 768 + 50257 * 768
-    assert multiplied_parameters(spec) == multiplied == 123_653_376
+    assert multiplied_parameters(spec, active_parameter_count(spec)) == multiplied == 123_653_376
     assert parameter_count(spec) == multiplied + 1024 * 768 == 124_439_808
     assert flops_per_token(spec, 1024) == 6 * multiplied + 12 * 12 * 12 * 64 * 1024 == 855_166_464
 
 
 def test_flops_leave_out_what_is_looked_up_and_experts_not_chosen():
     untied = preset("minigpt").model_copy(update={"vocab_size": 1000})
-    assert multiplied_parameters(untied) == parameter_count(untied) - 1000 * 256 - 256 * 256
+    assert (
+        multiplied_parameters(untied, active_parameter_count(untied))
+        == parameter_count(untied) - 1000 * 256 - 256 * 256
+    )
     experts = preset("moe-tiny").model_copy(update={"vocab_size": 1000})
     unused = 4 * (4 - 2) * 3 * 128 * 176  # layers, experts not chosen, their three kernels
-    assert multiplied_parameters(experts) == parameter_count(experts) - unused
+    assert multiplied_parameters(experts, active_parameter_count(experts)) == parameter_count(experts) - unused
     latent = preset("deepseek-tiny").model_copy(update={"vocab_size": 1000})
     square = flops_per_token(latent, 256) - flops_per_token(latent, 0)
     assert square == 12 * 4 * 4 * ((32 + 16) + 32) // 2 * 256  # layers, heads, mean of keys' and values' width

@@ -1,6 +1,6 @@
 import pytest
 
-from meshwright.engines.jax.peaks import peak_flops
+from meshwright.engines.peaks import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ from meshwright.storage.store import is_remote
 from meshwright.track.console import Console
 from meshwright.trainer import Outcome
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25
 _GONE_SECONDS = 5.0
 _ELASTIC_START_SECONDS = 10.0
+# What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
+_KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 _SNAPSHOTS = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
@@ -86,7 +88,7 @@ def worker_environment(platform: str, directory: Path) -> dict[str, str]:
     passed = {key: value for key, value in os.environ.items() if key.startswith("JAX_") or key == "XLA_FLAGS"}
     own = {"PYTHONUNBUFFERED": "1", **package_path()}
     if platform == "cpu":
-        own["JAX_PLATFORMS"] = "cpu"
+        own |= {"JAX_PLATFORMS": "cpu", **_KEEP_FREED_MEMORY}
     if platform == "gpu":
         own["LD_LIBRARY_PATH"] = ""  # a system's CUDA would be taken in place of the one that JAX came with
     return {**compiled, **passed, **own}

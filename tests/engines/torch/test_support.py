@@ -104,11 +104,11 @@ def test_schedules_are_those_of_the_jax_engine(kind, warmup):
 def test_torch_without_transformers_is_asked_for(monkeypatch):
     import sys
 
-    from meshwright.api import _make_engine
+    from meshwright.api import make_engine
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [name for name in sys.modules if name.startswith("meshwright.engines.torch")]:
         monkeypatch.delitem(sys.modules, name)
     run = make_run()
     with pytest.raises(UserError, match=re.escape("pip install 'meshwright[torch]'")):
-        _make_engine(run, run.model.spec, model=None)
+        make_engine(run, run.model.spec, model=None)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.config import Run
+from meshwright.engines.flops import head_widths, training_flops
 from meshwright.engines.jax.mesh import RunMesh, check_mesh, mesh_sizes
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
@@ -79,46 +80,15 @@ def abstract_mesh(run: Run, spec: ModelSpec, devices: int) -> RunMesh:
     return RunMesh(sizes, cast(Mesh, mesh), accumulate, run.mesh.pipeline_rounds)
 
 
-def multiplied_parameters(spec: ModelSpec) -> int:
-    """Parameters that take part in the computation of a token, without the tables that are looked up, not multiplied.
-
-    Those are the position table, and the embedding where the head isn't tied to it.
-
-    Arguments:
-        spec: the architecture, with its vocabulary.
-    """
-    looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
-    if spec.positions == "learned":
-        looked_up += spec.context_length * spec.width
-    return active_parameter_count(spec) - looked_up
-
-
 def flops_per_token(spec: ModelSpec, sequence_length: int, adapters: int = 0) -> int:
-    """Floating-point operations of training on one token: `6 P + 12 L H Q T`, under LoRA `4 P + 6 A + 12 L H Q T`.
-
-    The convention of PaLM (Chowdhery et al., 2022, appendix B): a multiplication and an addition for each parameter,
-    once forward and twice backward; and the two products of attention, over the whole square of scores although half
-    of it is masked. What `train.remat` computes again isn't counted.
-
-    Parameters that aren't trained have no gradient, which is one of the two backward.
-
-    P are the `multiplied_parameters`, A those of adapters, L layers, H heads, Q the mean of the widths of a head's keys
-    and of its values, T the sequence length.
+    """See `meshwright.engines.flops.training_flops`.
 
     Arguments:
         spec: the architecture, with its vocabulary.
         sequence_length: tokens of a sequence.
-        adapters: parameters of adapters; 0: there are none, and all parameters are trained.
+        adapters: parameters of adapters; 0: there are none.
     """
-    products = (4 if adapters else 6) * multiplied_parameters(spec) + 6 * adapters
-    return products + 6 * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
-
-
-def head_widths(spec: ModelSpec) -> tuple[int, int]:
-    """The width of a head's queries and keys, and that of its values."""
-    if spec.attention == "latent":
-        return spec.head_width + spec.rotary_width, spec.value_width or spec.head_width
-    return spec.head_width, spec.head_width
+    return training_flops(spec, active_parameter_count(spec), sequence_length, adapters)
 
 
 def human_bytes(count: float) -> str:

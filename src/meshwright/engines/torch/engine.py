@@ -1,6 +1,8 @@
 """The PyTorch engine: a model of `transformers`, FSDP2 and tensor parallelism, state that stays on the device."""
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from meshwright.config import Run
 from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
+from meshwright.engines.flops import training_flops
+from meshwright.engines.peaks import peak_flops
 from meshwright.engines.torch.checkpoint import restore_state, save_state
 from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.decode import generate
@@ -53,12 +57,16 @@ class TorchEngine:
     ):
         check_supported(run, spec, model, optimizer, metrics)
         self._run, self._spec = run, spec
+        if run.train.deterministic and torch.cuda.is_available():
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+            torch.use_deterministic_algorithms(True)
         mesh = make_torch_mesh(run, spec, training=training)
         self._placed = placed = Placed(run, spec, mesh)
         self.rows = mesh.rows(run.train.batch_size)
         self.parameters = sum(placed.tensors[name].numel() for name in placed.names.theirs)
         self.trained_parameters = sum(parameter.numel() for parameter in placed.parameters.values())
         self.active_parameters = self.parameters - _idle(placed, spec)
+        self.token_seconds = self._token_seconds()
         self.description = f"{_device(mesh)}, {str(placed.dtype).removeprefix('torch.')}{_mesh_in_words(mesh)}"
         self.identity = {"model": placed.config.architectures[0], "optimizer.kind": run.optimizer.kind}
         if training or run.lora.rank:  # else a checkpoint holds all
@@ -78,6 +86,14 @@ class TorchEngine:
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
         return evaluate(self._placed, batch)
+
+    @contextmanager
+    def trace(self, folder: Path) -> Iterator[None]:
+        """See `Engine.trace`."""
+        with torch.profiler.profile() as profile:
+            yield
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / "perfetto_trace.json.gz"))
 
     def is_finite(self) -> bool:
         """See `Engine.is_finite`."""
@@ -117,6 +133,17 @@ class TorchEngine:
     def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
         """See `Engine.logits_of`."""
         return logits_of(checkpoint, self._run, self._placed.mesh.device, tokens_BT)
+
+    def _token_seconds(self) -> float | None:
+        """See `Engine.token_seconds`; the peak is one of bfloat16."""
+        placed, run = self._placed, self._run
+        mesh = placed.mesh
+        peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+        if peak is None or placed.dtype != torch.bfloat16:
+            return None
+        adapters = self.trained_parameters if run.lora.rank else 0
+        flops = training_flops(self._spec, self.active_parameters, run.train.sequence_length, adapters)
+        return flops / (peak * (1 if mesh.mesh is None else mesh.mesh.size()))
 
 
 def _idle(placed: Placed, spec: ModelSpec) -> int:

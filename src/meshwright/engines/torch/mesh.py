@@ -54,11 +54,6 @@ def local_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def backends(device: torch.device) -> str:
-    """Of the default process group, where a process has such a device."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
 def compute_dtype(run: Run, device: torch.device) -> torch.dtype:
     """The type that activations are computed in."""
     if run.train.compute_dtype != "auto":
@@ -83,10 +78,8 @@ def make_torch_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> Torc
         check_mesh(run, spec, sizes)
     else:
         sizes = dict.fromkeys(AXES, 1)
-    if processes == 1 and compute_dtype(run, device) == torch.float32:
+    if processes == 1:
         return TorchMesh(sizes, device, accumulate)
-    if not dist.is_initialized():  # FSDP2 keeps parameters in float32 and computes in another type, also on one device
-        dist.init_process_group(backends(device), store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     ranks = np.arange(processes).reshape(-1, sizes["tensor"])
     groups = [dist.new_group(column.tolist()) for column in ranks.T]  # each is made by all

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.config import Run
 from meshwright.engines.torch.build import skeleton, tensor_shapes, tensors_of_model
+from meshwright.engines.torch.copies import Copies
 from meshwright.engines.torch.lora import attach, initial
 from meshwright.engines.torch.loss_model import LossModel
 from meshwright.engines.torch.mesh import TorchMesh, compute_dtype
@@ -53,12 +54,12 @@ class Placed:
         for block in blocks:
             _prepare_block(block, run, compiled=mesh.device.type == "cuda" and not spec.experts)
         self.module = LossModel(model, spec, mesh.tensor, _CHUNKS[mesh.device.type])
-        self.is_sharded = mesh.mesh is not None
-        if self.is_sharded:
+        if mesh.mesh is not None:
             self._shard(blocks)
         buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
         _materialize(model, mesh.device, buffers)
-        self.tensors = tensors_of_model(model)
+        self._copies = Copies(model, self.dtype) if mesh.mesh is None and self.dtype != torch.float32 else None
+        self.tensors = {**tensors_of_model(model), **(self._copies.stored if self._copies else {})}
         """The model's tensors as they are stored, by name."""
         self.parameters = {name: t for name, t in self.tensors.items() if t.requires_grad}
         """Those that are trained."""
@@ -81,6 +82,7 @@ class Placed:
                 whole = weights.tensor(name, tuple(slice(0, size) for size in shape))
                 values = whole.reshape(tuple(tensor.shape))[index]
             own(tensor).copy_(torch.from_numpy(values.copy()))
+        self.changed()
 
     def fill_adapters(self, seed: int) -> None:
         """Give adapters the numbers that they start from.
@@ -91,6 +93,17 @@ class Placed:
         for name, tensor in self.parameters.items():
             index = tuple(slice(*cut) for cut in self.mine(name))
             own(tensor).copy_(torch.from_numpy(initial(name, tuple(tensor.shape), seed)[index]))
+        self.changed()
+
+    def changed(self) -> None:
+        """To be called whenever stored tensors have changed: the module computes with them from now on."""
+        if self._copies:
+            self._copies.refresh()
+
+    def collect_gradients(self) -> None:
+        """To be called after each backward pass: its gradients are added to those of the stored parameters."""
+        if self._copies:
+            self._copies.collect()
 
     def mine(self, name: str) -> list[tuple[int, int]]:
         """Which places of each axis this process holds."""

@@ -51,6 +51,7 @@ class Step:
             optimizer.skip()
         else:
             optimizer.step({name: own(p) for name, p in placed.parameters.items()}, gradients)
+            placed.changed()
         for parameter in placed.parameters.values():
             parameter.grad = None
         return values
@@ -66,6 +67,7 @@ class Step:
                 torch.manual_seed(self._dropout_seed(number))
             loss, objective = module(module.loss, rows)
             (objective / tokens).backward()
+            self._placed.collect_gradients()
             total += loss
         return reduced(total, self._placed.mesh.batch_group)
 

@@ -1,0 +1,41 @@
+"""What one device computes with, where that isn't float32: copies of the parameters, made anew after each update.
+
+The parameters that are trained stay float32, and so do the sums of their gradients: as FSDP2 has it on several devices
+(`MixedPrecisionPolicy`), whose hooks around each block would cost more than the block does on one.
+"""
+
+import torch
+from torch import nn
+
+
+class Copies:
+    """The parameters of a module as it computes with them, and as they are stored.
+
+    Arguments:
+        module: its parameters become the copies.
+        dtype: the type of those.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        self.stored: dict[str, nn.Parameter] = {}
+        """By name, float32."""
+        self._copies: dict[str, nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            self.stored[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            parameter.data = parameter.data.to(dtype)
+            self._copies[name] = parameter
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over what is stored."""
+        torch._foreach_copy_(list(self._copies.values()), list(self.stored.values()))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of a backward pass to those of the stored parameters."""
+        met = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
+        exact = {name: torch.empty_like(self.stored[name]) for name in met}
+        torch._foreach_copy_(list(exact.values()), list(met.values()))
+        for name, gradient in exact.items():
+            before, self._copies[name].grad = self.stored[name].grad, None
+            self.stored[name].grad = gradient if before is None else before.add_(gradient)
