@@ -12,9 +12,9 @@ from helpers import run_values
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
+from meshwright.engines.flops import multiplied_parameters
 from meshwright.engines.jax import memory_check
 from meshwright.engines.jax.engine import JaxEngine
-from meshwright.engines.flops import multiplied_parameters
 from meshwright.engines.jax.estimate import (
     Share,
     bytes_of,

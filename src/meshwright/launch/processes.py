@@ -282,7 +282,7 @@ def _shares_of_cards(run: Run) -> list[dict[str, str]]:
         return shares_of_cards(run)
     from meshwright.launch import torch_group
 
-    return torch_group.shares_of_cards(run.launch.workers)
+    return torch_group.shares_of_cards(run.launch.most)
 
 
 def keep_stdout_to_python() -> None:

@@ -18,12 +18,12 @@ from meshwright.engines.jax.decode import Generator
 from meshwright.engines.jax.estimate import flops_per_token
 from meshwright.engines.jax.hf import HostParameters, logits_of, make_logits
 from meshwright.engines.jax.memory_check import fitting_train_step
-from meshwright.engines.peaks import peak_flops
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
 from meshwright.engines.jax.step import Metric, Params
 from meshwright.engines.jax.trained import Merged
+from meshwright.engines.peaks import peak_flops
 from meshwright.errors import UserError
 from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
