@@ -7,7 +7,9 @@ those that are trained are in it.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,14 @@ from meshwright.errors import UserError
 
 _FOLDER = "state"
 _ORDER = "order_of_layers"
+_MARGIN = 1.25  # of room for a copy: free memory lies in pieces
 
 
 def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool = False) -> Callable[[], None]:
-    """Copy the state off the devices, then write it in the background.
+    """Copy the state, then write it in the background.
+
+    An accelerator copies its own memory a hundred times as fast as it sends it to the host: where one process has room
+    for that, training waits for no more. Else it waits until the state is on the host.
 
     Arguments:
         folder: an existing, empty folder; the same one in every process, unless they are apart.
@@ -36,11 +42,13 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool 
     Returns:
         A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
     """
+    arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
+    if jax.process_count() == 1 and fits_twice(arrays):
+        return _write_in_thread(folder, {name: leaf.copy() for name, leaf in arrays.items()})
     # OCDBT's files of all processes must be merged, in one folder; without it each shard is a file.
     alone = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
     alone = alone if apart and jax.process_count() > 1 else {}
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=not alone, **alone), **alone)
-    arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
     checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 
     def finish() -> None:
@@ -48,6 +56,31 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool 
         checkpointer.close()
 
     return finish
+
+
+def fits_twice(arrays: dict[str, Any]) -> bool:
+    """Whether each device has room for a second copy of its share of some arrays, beside all that it ever held."""
+    needed: Counter[jax.Device] = Counter()
+    for leaf in arrays.values():
+        if isinstance(leaf, jax.Array):
+            needed.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    for device, size in needed.items():
+        memory = device.memory_stats() or {}
+        if not memory.get("bytes_limit") or _MARGIN * size > memory["bytes_limit"] - memory["peak_bytes_in_use"]:
+            return False
+    return True
+
+
+def _write_in_thread(folder: Path, arrays: dict[str, Any]) -> Callable[[], None]:
+    def write() -> None:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
+        arrays.clear()  # the copies' memory is free again
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    writing = pool.submit(write)
+    pool.shutdown(wait=False)
+    return writing.result
 
 
 def restore_state(folder: Path, like: TrainState, plan: StatePlan) -> TrainState:

@@ -1,0 +1,76 @@
+"""The state of the JAX engine on its way to disk."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.config import make_run
+from meshwright.data.examples import Batch
+from meshwright.engines.jax import checkpoint
+from meshwright.engines.jax.engine import JaxEngine
+
+MODEL = {"preset": "llama-tiny", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64}
+
+
+def make_engine() -> JaxEngine:
+    model = {**MODEL, "vocab_size": 64, "context_length": 16}
+    run = make_run(
+        {"data": {"train": "none"}, "model": model, "train": {"batch_size": 8, "sequence_length": 16, "steps": 10}}
+    )
+    return JaxEngine(run, run.model.spec)
+
+
+def train(engine: JaxEngine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        ids = np.random.default_rng(step).integers(0, 64, (8, 17), dtype=np.int32)
+        batch = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones((8, 16), np.float32))
+        losses.append(float(engine.train_step(batch)["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch, has_room):
+    # CPUs don't say what memory they have, so that there is never room for a copy.
+    monkeypatch.setattr(checkpoint, "fits_twice", lambda arrays: has_room)
+    engine = make_engine()
+    train(engine, range(3))
+    finish = engine.save(tmp_path)
+    after = train(engine, range(3, 6))  # donates what is being written
+    finish()
+
+    again = make_engine()
+    again.restore(tmp_path)
+    assert train(again, range(3, 6)) == after
+    fresh = train(make_engine(), range(3, 6))
+    assert fresh != after
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_what_goes_wrong_is_told_at_the_end(tmp_path: Path, monkeypatch, has_room):
+    monkeypatch.setattr(checkpoint, "fits_twice", lambda arrays: has_room)
+    (tmp_path / "state").write_text("in the way")
+    with pytest.raises(Exception, match="state"):
+        make_engine().save(tmp_path)()
+
+
+def test_room_for_a_copy_is_what_was_never_used(monkeypatch):
+    array = jax.numpy.zeros(1000, jax.numpy.float32)
+    assert not checkpoint.fits_twice({"a": array})  # a CPU doesn't say
+
+    class Card:
+        def __init__(self, limit: int):
+            self._limit = limit
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": self._limit, "peak_bytes_in_use": 10_000}
+
+    class Shard:
+        data = np.zeros(1000, np.float32)
+
+    for limit, fits in ((14_000, False), (20_000, True)):
+        Shard.device = Card(limit)
+        monkeypatch.setattr(type(array), "addressable_shards", [Shard], raising=False)
+        assert checkpoint.fits_twice({"a": array, "order": np.arange(3)}) is fits
