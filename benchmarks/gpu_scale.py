@@ -33,11 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-124m, data 2": {**GPT2, "mesh": {"data": 2}, "weak": True},
     "gpt2-124m, fsdp 2": {**GPT2, "mesh": {"fsdp": 2}, "weak": True},
     "llama-1b, one card": {**LLAMA, "mesh": {}},
-    "llama-1b, data 2": {**LLAMA, "mesh": {"data": 2}, "weak": True},
     "llama-1b, fsdp 2": {**LLAMA, "mesh": {"fsdp": 2}, "weak": True},
     "llama-1b, tensor 2": {**LLAMA, "mesh": {"tensor": 2}},
     "llama-1b, one card, 8 micro-batches": {**LLAMA, "mesh": {}, "micro": 1},
     "llama-1b, pipeline 2": {**LLAMA, "mesh": {"pipeline": 2}, "micro": 1},
+    "llama-1b, data 2": {**LLAMA, "mesh": {"data": 2}, "weak": True},
 }
 STEPS, WINDOWS = 10, 3
 BANDWIDTH_BYTES = 2**28

@@ -28,7 +28,7 @@ from common import machine, write_results
 VOCAB = 151936
 CASES = {"1 x 512": (1, 512), "8 x 512": (8, 512), "8 x 2048": (8, 2048)}
 SIDES = {"1 x 512": ["ours", "tutorial"], "8 x 512": ["ours", "tutorial", "trainer"], "8 x 2048": ["ours", "trainer"]}
-STEPS, WINDOWS, TRAINER_STEPS = 10, 4, 40
+STEPS, WINDOWS, TRAINER_STEPS = 10, 4, 20
 
 
 def our_step(rows: int, time_: int) -> Callable[[np.ndarray], Any]:
@@ -97,7 +97,7 @@ def trainer(rows: int, time_: int, ids: np.ndarray) -> dict[str, Any]:
             arguments = TrainingArguments(folder, per_device_train_batch_size=rows, disable_tqdm=True, **settings)
             return Trainer(model, arguments, train_dataset=data).train()
 
-    run(12)
+    run(6)
     done = run(TRAINER_STEPS)
     return {"step_s": done.metrics["train_runtime"] / TRAINER_STEPS, "last_loss": done.training_loss}
 

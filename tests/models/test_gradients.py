@@ -34,6 +34,7 @@ def plain_whole_attention(q, k, v, window=None, scoring=None):
 CASES = {
     "linear, wide in": (gradients.linear, lambda x, w: x @ w, (random(6, 9), random(9, 4, seed=1))),
     "linear, wide out": (gradients.linear, lambda x, w: x @ w, (random(6, 4), random(4, 9, seed=1))),
+    "bias": (gradients.add_bias, lambda y, b: y + b, (random(2, 5, 4), random(4, seed=1))),
     "gelu": (gradients.gelu, lambda x: jax.nn.gelu(x, approximate=True), (3 * random(5, 7),)),
     "layer norm": (
         lambda x, scale, bias: gradients.norm(x, scale, bias, gradients.Norm(True, 1e-2)),
@@ -126,3 +127,13 @@ def test_a_bound_and_a_window_are_what_they_say():
         weights = np.exp([1.1 * np.tanh(0.7 * np.dot(q[0, t, 0], k[0, s, 0]) / 1.1) for s in seen])
         expected = sum(w * np.asarray(v[0, s, 0]) for w, s in zip(weights / weights.sum(), seen, strict=True))
         np.testing.assert_allclose(got[0, t, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    y, bias = jnp.zeros((4, 512, 3), jnp.bfloat16), jnp.zeros(3)
+    dy = random(4, 512, 3, seed=3).astype(jnp.bfloat16)
+    exact = np.asarray(dy, np.float64).sum((0, 1))
+    found = jax.vjp(gradients.add_bias, y, bias)[1](dy)[1]
+    np.testing.assert_allclose(found, exact, rtol=1e-5)
+    rounded = jax.vjp(lambda y, bias: y + bias.astype(y.dtype), y, bias)[1](dy)[1]
+    assert np.abs(np.asarray(rounded, np.float64) - exact).max() > 1e-3 * np.abs(exact).max()

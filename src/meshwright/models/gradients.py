@@ -56,6 +56,19 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 
 @jax.custom_vjp
+def add_bias(y: jax.Array, bias_O: jax.Array) -> jax.Array:
+    """`y + bias`, in the type of `y`; the gradient of the bias is summed over tokens in float32, whatever that is."""
+    return y + bias_O.astype(y.dtype)
+
+
+def _add_bias_backward(bias_O, dy):
+    return dy, dy.sum(axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(bias_O.dtype)
+
+
+add_bias.defvjp(lambda y, bias_O: (add_bias(y, bias_O), bias_O), _add_bias_backward)
+
+
+@jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
     """The tanh form of GELU (Hendrycks and Gimpel, 2016)."""
     return 0.5 * x * (1.0 + jnp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)))

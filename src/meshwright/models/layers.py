@@ -81,7 +81,7 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     y = checkpoint_name(gradients.linear(x, kernel), "product")
     biases = [linear.bias[...] for linear in linears if linear.bias is not None]
     if biases:
-        y += jnp.concatenate(biases).astype(x.dtype)
+        y = gradients.add_bias(y, jnp.concatenate(biases))
     borders, start = [], 0
     for linear in linears[:-1]:
         start += linear.kernel.shape[1]

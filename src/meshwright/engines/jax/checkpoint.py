@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -44,7 +45,7 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool 
     """
     arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
     if jax.process_count() == 1 and fits_twice(arrays):
-        return _write_in_thread(folder, {name: leaf.copy() for name, leaf in arrays.items()})
+        return _write_in_thread(folder, _copied(arrays))
     # OCDBT's files of all processes must be merged, in one folder; without it each shard is a file.
     alone = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
     alone = alone if apart and jax.process_count() > 1 else {}
@@ -69,6 +70,16 @@ def fits_twice(arrays: dict[str, Any]) -> bool:
         if not memory.get("bytes_limit") or _MARGIN * size > memory["bytes_limit"] - memory["peak_bytes_in_use"]:
             return False
     return True
+
+
+def _copied(arrays: dict[str, Any]) -> dict[str, Any]:
+    on_devices = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, jax.Array)}
+    lie = {name: leaf.sharding for name, leaf in on_devices.items()}
+    return arrays | jax.jit(_copies, out_shardings=lie)(on_devices)
+
+
+def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.copy(leaf) for name, leaf in arrays.items()}
 
 
 def _write_in_thread(folder: Path, arrays: dict[str, Any]) -> Callable[[], None]:

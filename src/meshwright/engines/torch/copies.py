@@ -30,12 +30,18 @@ class Copies:
         """Take over what is stored."""
         torch._foreach_copy_(list(self._copies.values()), list(self.stored.values()))
 
+    def taken(self) -> dict[str, torch.Tensor]:
+        """The gradients that a backward pass left with the copies, which then have none."""
+        found = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
+        for name in found:
+            self._copies[name].grad = None
+        return found
+
     @torch.no_grad()
-    def collect(self) -> None:
-        """Add the gradients of a backward pass to those of the stored parameters."""
-        met = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
-        exact = {name: torch.empty_like(self.stored[name]) for name in met}
-        torch._foreach_copy_(list(exact.values()), list(met.values()))
+    def collect(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Add gradients of copies to those of the stored parameters."""
+        exact = {name: torch.empty_like(self.stored[name]) for name in gradients}
+        torch._foreach_copy_(list(exact.values()), list(gradients.values()))
         for name, gradient in exact.items():
-            before, self._copies[name].grad = self.stored[name].grad, None
+            before = self.stored[name].grad
             self.stored[name].grad = gradient if before is None else before.add_(gradient)

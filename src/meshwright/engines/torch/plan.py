@@ -58,8 +58,9 @@ class Placed:
             self._shard(blocks)
         buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
         _materialize(model, mesh.device, buffers)
-        self._copies = Copies(model, self.dtype) if mesh.mesh is None and self.dtype != torch.float32 else None
-        self.tensors = {**tensors_of_model(model), **(self._copies.stored if self._copies else {})}
+        self.copies = Copies(model, self.dtype) if mesh.mesh is None and self.dtype != torch.float32 else None
+        """What the module computes with, where that isn't what is stored."""
+        self.tensors = {**tensors_of_model(model), **(self.copies.stored if self.copies else {})}
         """The model's tensors as they are stored, by name."""
         self.parameters = {name: t for name, t in self.tensors.items() if t.requires_grad}
         """Those that are trained."""
@@ -97,13 +98,8 @@ class Placed:
 
     def changed(self) -> None:
         """To be called whenever stored tensors have changed: the module computes with them from now on."""
-        if self._copies:
-            self._copies.refresh()
-
-    def collect_gradients(self) -> None:
-        """To be called after each backward pass: its gradients are added to those of the stored parameters."""
-        if self._copies:
-            self._copies.collect()
+        if self.copies:
+            self.copies.refresh()
 
     def mine(self, name: str) -> list[tuple[int, int]]:
         """Which places of each axis this process holds."""
@@ -159,7 +155,9 @@ def _prepare_block(block: Any, run: Run, *, compiled: bool) -> None:
     if run.train.remat != "none":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)
         more = {"context_fn": contexts} if run.train.remat == "products" else {}
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=run.model.dropout > 0, **more
+        )
     if compiled:
         block.forward = torch.compile(block.forward)
 

@@ -17,6 +17,7 @@ from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.loss_model import Rows
 from meshwright.engines.torch.optimizer import Optimizer
 from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.recorded import Recorded
 
 
 class Step:
@@ -31,6 +32,10 @@ class Step:
     def __init__(self, run: Run, placed: Placed, optimizer: Optimizer):
         self._run, self._placed, self._optimizer = run, placed, optimizer
         self._everywhere = [name for name, p in placed.parameters.items() if not _is_cut(p)]
+        on_card, random = placed.mesh.device.type == "cuda", run.model.dropout > 0
+        # The experts of `transformers` ask the device how many tokens each of them has.
+        recordable = on_card and not random and not run.model.experts
+        self._recorded = Recorded(self._pass, placed.copies) if recordable and placed.copies else None
 
     def __call__(self, batch: Batch, stop: int) -> dict[str, Any]:
         """One update; see `Engine.train_step`."""
@@ -65,11 +70,20 @@ class Step:
                 module.set_requires_gradient_sync(number == len(rows_A) - 1)
             if self._run.model.dropout:
                 torch.manual_seed(self._dropout_seed(number))
-            loss, objective = module(module.loss, rows)
-            (objective / tokens).backward()
-            self._placed.collect_gradients()
-            total += loss
+            if self._recorded:
+                total += self._recorded(rows, tokens)
+                continue
+            total += self._pass(rows, tokens)
+            if copies := self._placed.copies:
+                copies.collect(copies.taken())
         return reduced(total, self._placed.mesh.batch_group)
+
+    def _pass(self, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a micro-batch; the gradients stay with what the module computes with."""
+        module = self._placed.module
+        loss, objective = module(module.loss, rows)
+        (objective / tokens).backward()
+        return loss
 
     def _dropout_seed(self, number: int) -> int:
         mesh = self._placed.mesh
