@@ -2,16 +2,19 @@
 
 import json
 import sys
+from unittest.mock import patch
 
+import jax
 import numpy as np
 from virtual import measured_on_eight_devices
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
 from meshwright.engines.jax.engine import JaxEngine
-from meshwright.models import kernels
+from meshwright.models import flash, kernels
 from meshwright.models.layout import layout
 
+ATTENDING = [{"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}, {"fsdp": 4, "pipeline": 2}]
 MESHES = [{"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2, "context": 2}]
 
 
@@ -34,9 +37,23 @@ def losses(mesh: dict[str, int]) -> list[float]:
     return found
 
 
+def fused_attention() -> tuple[list[list[float]], list[str]]:
+    """Losses and gradient norms where each device calls a kernel for attention, and what kinds of axes it is told of."""
+    kinds: set[str] = set()
+
+    def kernel(q, k, v, mask, window, scale):
+        kinds.update(kind.name for kind in jax.sharding.get_abstract_mesh().axis_types)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, scale=scale, implementation="xla")
+
+    with patch.object(flash, "applies", lambda *_: True), patch.object(flash, "_kernel", kernel):
+        return [losses(mesh) for mesh in ATTENDING], sorted(kinds)
+
+
 def measure() -> dict[str, list]:
     """Losses and gradient norms, and what each kernel was given, with the kernels and without."""
     found, given, call = {"without": [losses(mesh) for mesh in MESHES]}, [], kernels._call
+    found["attention without"] = [losses(mesh) for mesh in ATTENDING]
+    found["attention with"], found["kinds of axes"] = fused_attention()
 
     def watched(kernel, grid, shapes, *arrays, **more):
         given.append([kernel.func.__name__, *arrays[-1].shape])
@@ -59,6 +76,8 @@ def test_they_change_nothing_and_see_one_devices_examples():
     rows = {entry[1] for entry in found["given"][0] if entry[0] != "_cross_entropy"}
     assert rows == {32}  # of 8 examples of 32 tokens on 8 devices
     assert found["given"][1] == []  # examples aren't whole there
+    np.testing.assert_allclose(found["attention with"], found["attention without"], rtol=1e-5)
+    assert found["kinds of axes"] == ["Manual"]  # XLA crashes on cuDNN's calls where it has any axis to itself
 
 
 if __name__ == "__main__":

@@ -201,6 +201,8 @@ class MeshLayout(Layout):
             whole = segments[0].astype(jnp.int32) if segments else None
             return whole_attention(q, k, v, whole, window, scoring)
 
+        # In a region that leaves an axis to XLA, even one of size 1, XLA crashes on cuDNN's calls.
+        rows = (*rows, *(axis for axis, size in self._sizes.items() if size == 1 and axis not in (*rows, *heads)))
         spec = PartitionSpec(rows, None, heads)
         segments: tuple[jax.Array, ...] = ()
         if segments_BT is not None:
