@@ -20,7 +20,7 @@ from meshwright.models.spec import ModelSpec, presets
 PAGE = Path(__file__).with_name("run-file.md")
 
 # Keys that come first in their tables, and the lists of tables by where they stand.
-FIRST: dict[type, tuple[str, ...]] = {ModelSection: ("preset", "init"), DataSection: ("train", "validation")}
+FIRST: dict[type, tuple[str, ...]] = {ModelSection: ("preset", "init", "config"), DataSection: ("train", "validation")}
 LISTS: dict[str, dict[str, type[Section]]] = {"data": {"[data.train]": MixedSource, "[data.train.later]": WeightFrom}}
 
 
@@ -55,7 +55,7 @@ def _key(section: str, name: str, schema: dict[str, Any], model: type) -> dict[s
     facts = schema["properties"][name]
     if name in schema.get("required", []):
         default = "(must be given)"
-    elif model is ModelSection and name in ModelSpec.model_fields:
+    elif model is ModelSection and name in ModelSpec.model_fields and name not in FIRST[ModelSection]:
         default = "the preset's"
     elif facts["default"] is None:
         default = "as in `[data]`"

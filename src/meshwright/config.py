@@ -1,6 +1,7 @@
 """The run file: one TOML file, typed sections, every mistake one clear line. Imports no framework."""
 
 import copy
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -21,8 +22,8 @@ from meshwright.config_base import NonNegativeFloat, Section
 from meshwright.config_data import DataSection, MixedSource, WeightFrom
 from meshwright.config_launch import LaunchSection
 from meshwright.errors import UserError, closest
-from meshwright.models.spec import ModelSpec
-from meshwright.starting import from_checkpoint, from_preset, tokenizer_of
+from meshwright.models.spec import ANY, ModelSpec
+from meshwright.starting import from_checkpoint, from_config, from_preset, tokenizer_of
 from meshwright.storage.store import copy_of, is_remote
 
 
@@ -56,6 +57,9 @@ class TokenizerSection(Section):
     """Size of the vocabulary that `bpe` trains, end of text included; the other kinds bring their own."""
 
 
+_STARTS = {"preset": "", "init": "random", "config": ""}  # what says where the other keys come from
+
+
 class ModelSection(ModelSpec):
     """A preset, then any field of the spec by name."""
 
@@ -71,14 +75,21 @@ class ModelSection(ModelSpec):
     def _from_preset(cls, values: dict) -> dict:
         if not isinstance(values, dict):
             return values
-        name, init = values.get("preset", ""), values.get("init", "random")
-        if not isinstance(name, str) or not isinstance(init, str):
+        name, init, config = (values.get(key, other) for key, other in _STARTS.items())
+        if not all(isinstance(value, str) for value in (name, init, config)):
             return values
+        # A resolved run file has every key (`config` is a newer one), and stays good when the checkpoint is gone.
+        is_resolved = ModelSpec.model_fields.keys() - {"config"} <= values.keys()
         if init != "random":
-            # A resolved run file has every key, and stays good when the checkpoint is gone.
-            return values if ModelSpec.model_fields.keys() <= values.keys() else from_checkpoint(values, name, init)
+            return values if is_resolved else from_checkpoint(values, name, init)
+        if config and name:
+            raise ValueError(f"config: both it and preset = {name!r} say what the model is; leave one of them out")
+        if config or (is_resolved and not name):
+            return values if is_resolved else from_config(values)
         if not name:
-            raise ValueError("preset: missing; add model.preset = …, or name a checkpoint as model.init")
+            raise ValueError(
+                "preset: missing; add model.preset = …, or name a checkpoint as model.init, or a config as model.config"
+            )
         return from_preset(values, name)
 
     @property
@@ -285,6 +296,12 @@ class Run(Section):
             raise ValueError(
                 f"lora.rank = {self.lora.rank}: adapters are added to trained parameters; name a checkpoint as "
                 "model.init, or leave [lora] out"
+            )
+        if self.model.family == ANY and self.engine != "torch":
+            kind = json.loads(self.model.config).get("model_type")
+            raise ValueError(
+                f'engine = "{self.engine}": has no model of model_type {kind!r}, as the config.json says, which is of '
+                'none of Meshwright\'s own families; set engine = "torch"'
             )
         self._check_mesh()
         self._check_stream()

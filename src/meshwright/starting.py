@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.models.spec import ModelSpec, preset
+from meshwright.models.spec import ANY, ModelSpec, preset
 
 CHANGEABLE = {"context_length", "dropout", "capacity_factor", "balance_loss", "router_z_loss"} | {
     key for key in ModelSpec.model_fields if key.startswith("rope_")
@@ -23,7 +23,11 @@ def from_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
     Raises:
         UserError: there is none of that name.
     """
-    base = preset(name).model_dump()
+    return _over(preset(name), values)
+
+
+def _over(spec: ModelSpec, values: dict[str, Any]) -> dict[str, Any]:
+    base = spec.model_dump()
     if "heads" in values or "width" in values:
         base.pop("head_width")
     if "heads" in values and base["kv_heads"] == base["heads"]:
@@ -42,9 +46,16 @@ def from_checkpoint(values: dict[str, Any], name: str, init: str) -> dict[str, A
     Raises:
         UserError: there is no such checkpoint, its architecture can't be represented, or a key is another there.
     """
-    theirs = _architecture(init)
+    if values.get("config"):
+        raise UserError("model.config: comes with the checkpoint that model.init names; leave one of them out")
+    values = {key: value for key, value in values.items() if key != "config"}
+    theirs = _architecture(init, values.get("family", ""))
+    if theirs.family == ANY and "dropout" in values:
+        theirs = _other(theirs, dropout=values["dropout"])
     given = from_preset(values, name) if name else values
     free = CHANGEABLE - ({"context_length"} if theirs.positions == "learned" else set())
+    if theirs.family == ANY:
+        free = set()
     for key in ModelSpec.model_fields:
         value, there = given.get(key), getattr(theirs, key)
         if key in given and value != there and key not in free and (key, value) != ("vocab_size", 0):
@@ -56,12 +67,51 @@ def from_checkpoint(values: dict[str, Any], name: str, init: str) -> dict[str, A
     return {**theirs.model_dump(), **values, **kept, "vocab_size": theirs.vocab_size}
 
 
-def _architecture(init: str) -> ModelSpec:
-    if init.startswith("hf:"):
-        from meshwright.hub.reader import read_config
-        from meshwright.models.hf import spec_from_hf
+def from_config(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a `config.json`, under those of a run file.
 
-        return spec_from_hf(read_config(init))
+    Arguments:
+        values: of `[model]`, with `config`.
+
+    Raises:
+        UserError: there is no such config, it can't be represented, or a key is another there and can't be changed.
+    """
+    config = values["config"]
+    if not config.startswith("hf:"):
+        raise UserError(f"model.config = {config[:40]!r}: must be hf:<folder or name>, where a config.json is")
+    theirs = _read(config, "model.config", values.get("family", ""))
+    if theirs.family != ANY:
+        return {**_over(theirs, values), "config": ""}
+    values = {key: value for key, value in values.items() if key != "config" and (key, value) != ("vocab_size", 0)}
+    theirs = _other(theirs, **{key: values[key] for key in ("vocab_size", "dropout") if key in values})
+    for key in ModelSpec.model_fields:
+        if key in values and values[key] != getattr(theirs, key):
+            raise UserError(
+                f"model.{key} = {values[key]!r}: the config {config!r} has {getattr(theirs, key)!r}; change it there, "
+                "or leave it out"
+            )
+    return {**theirs.model_dump(), "preset": "", "init": "random"}
+
+
+def _other(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The spec of the family `ANY` with another vocabulary or dropout; what isn't a number is left for the check."""
+    from meshwright.models.hf import any_model, hf_from_spec
+
+    numbers = {key: value for key, value in changes.items() if isinstance(value, int | float) and value >= 0}
+    return any_model().spec_from_hf(any_model().changed(hf_from_spec(spec), **numbers))
+
+
+def _read(kind: str, key: str, family: str) -> ModelSpec:
+    from meshwright.hub.reader import read_config
+    from meshwright.models.hf import FAMILIES, spec_from_hf
+
+    config = read_config(kind, key)
+    return spec_from_hf(config, ANY if family == ANY or config.get("model_type") not in FAMILIES else "")
+
+
+def _architecture(init: str, family: str) -> ModelSpec:
+    if init.startswith("hf:"):
+        return _read(init, "model.init", family)
     from meshwright.config import load_run
 
     run_file = Path(init) / "run.toml"

@@ -1,5 +1,6 @@
 """The model card of an export: what the model was made of, and what is left for its maker to say."""
 
+import json
 from typing import Any
 
 from meshwright.config import Run
@@ -72,7 +73,7 @@ def model_card(
     start = "" if started == "random" else f", from the parameters of `{started}`"
     rows = {
         "parameters": f"{parameters:,}{active}, in {dtype}",
-        "architecture": f"{run.model.family}: {run.model.layers} layers of width {run.model.width}, "
+        "architecture": f"{_kind(run)}: {run.model.layers} layers of width {run.model.width}, "
         f"context of {run.model.context_length:,} tokens, vocabulary of {run.model.vocab_size:,}",
         "trained for": f"{manifest['step']:,} steps, {manifest.get('tokens', 0):,} tokens{start}",
         **adapters,
@@ -92,6 +93,10 @@ def model_card(
         proof="\n".join(f"- {line}" for line in proof),
         run_file=run.to_toml(),
     )
+
+
+def _kind(run: Run) -> str:
+    return json.loads(run.model.config)["model_type"] if run.model.config else run.model.family
 
 
 _LOSSES = {

@@ -68,35 +68,39 @@ def open_checkpoint(kind: str) -> Checkpoint:
     return Checkpoint(_folder(kind) or Path(_fetched(kind, FILES)))
 
 
-def read_config(kind: str) -> dict[str, Any]:
+def read_config(kind: str, key: str = "model.init") -> dict[str, Any]:
     """What the `config.json` of a checkpoint says; of one on the hub nothing else is fetched.
+
+    Arguments:
+        kind: as for `open_checkpoint`.
+        key: of the run file, that says so.
 
     Raises:
         UserError: there is no such checkpoint, or the file is broken.
     """
-    return _read_json((_folder(kind) or Path(_fetched(kind, [CONFIG]))) / CONFIG)
+    return _read_json((_folder(kind, key) or Path(_fetched(kind, [CONFIG], key))) / CONFIG)
 
 
-def _folder(kind: str) -> Path | None:
+def _folder(kind: str, key: str = "model.init") -> Path | None:
     name = kind.removeprefix("hf:")
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise UserError(
-            f"model.init = {kind!r}: no such folder; give one that holds {CONFIG}, or the name of a model on the hub"
+            f"{key} = {kind!r}: no such folder; give one that holds {CONFIG}, or the name of a model on the hub"
         )
     return None
 
 
-def _fetched(kind: str, patterns: list[str]) -> str:
+def _fetched(kind: str, patterns: list[str], key: str = "model.init") -> str:
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(kind.removeprefix("hf:"), allow_patterns=patterns)
     except Exception as error:
         raise UserError(
-            f"model.init = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); give a folder "
+            f"{key} = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); give a folder "
             f"that holds {CONFIG}, or the name of a model on the hub"
         ) from None
 

@@ -6,6 +6,8 @@ A family is a module of `meshwright.models` with
 - `hf_from_spec(spec: ModelSpec) -> dict`, which undoes it, and
 - `weights(spec: ModelSpec) -> list[Rule]`.
 
+For models that are of none, `meshwright.hub.any_model` has the same functions.
+
 Imports no framework.
 """
 
@@ -15,7 +17,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 from meshwright.models.weights import Rule
 
 
@@ -68,12 +70,18 @@ def family_of(config: dict[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
-def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
+def spec_from_hf(config: dict[str, Any], family: str = "") -> ModelSpec:
     """The architecture that a checkpoint's `config.json` says.
+
+    Arguments:
+        config: what it says.
+        family: `ANY`: as `transformers` has it; empty: as Meshwright's own families have it.
 
     Raises:
         UserError: it can't be represented; the key is named.
     """
+    if family == ANY:
+        return any_model().spec_from_hf(config)
     return import_module(f"meshwright.models.{family_of(config).module}").spec_from_hf(config)
 
 
@@ -84,6 +92,8 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         UserError: the spec's family can't represent it.
     """
     config = _module(spec).hf_from_spec(spec)
+    if spec.family == ANY:
+        return config
     read = spec_from_hf(config)
     for key in ModelSpec.model_fields:
         ours, theirs = getattr(spec, key), getattr(read, key)
@@ -139,7 +149,14 @@ def unread_tensors(present: Iterable[str], rules: list[Rule], family: Family, sp
     return sorted(n for n in present - wanted if not any(fnmatchcase(n, pattern) for pattern in unused))
 
 
+def any_model() -> Any:
+    """The module of what is of no family: it needs `transformers`, and nothing here does."""
+    return import_module("meshwright.hub.any_model")
+
+
 def _module(spec: ModelSpec) -> Any:
+    if spec.family == ANY:
+        return any_model()
     if not any(family.module == spec.family for family in FAMILIES.values()):
         raise UserError(
             f"model.family = {spec.family!r}: has no Hugging Face form; "

@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from meshwright.errors import UserError, closest
 
+ANY = "transformers"
+"""The family of what is none of Meshwright's own: a model just as `transformers` has it."""
+
 
 class ModelSpec(BaseModel):
     """The architecture of one decoder.
@@ -29,8 +32,13 @@ class ModelSpec(BaseModel):
         "qwen3_moe",
         "deepseek",
         "olmo2",
+        "transformers",
     ] = "gpt2"
-    """The family that the model belongs to, which says how a checkpoint of it is written and read."""
+    """The family that the model belongs to, which says how a checkpoint of it is written and read. `transformers`: any
+    causal language model of that library, for `engine = "torch"`."""
+    config: str = ""
+    """A model by its `config.json`, with random parameters: `hf:<folder or name>`. Of the family `transformers` the
+    resolved run file has the whole of it here, as JSON."""
     vocab_size: int = Field(0, ge=0)
     """Size of the vocabulary; 0: the tokenizer's. A larger one pads the table."""
     context_length: PositiveInt = 1024
@@ -175,7 +183,12 @@ class ModelSpec(BaseModel):
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token} must not exceed experts = {self.experts}; choose fewer"
             )
-        if self.attention == "heads" and self.positions == "rotary" and self.head_width % 2:
+        if (self.family == ANY) != bool(self.config):
+            raise ValueError(
+                f'family = "{self.family}" {"needs" if self.family == ANY else "has no"} config; name a folder or a '
+                "model as model.config or model.init, as hf:<folder or name>"
+            )
+        if self.attention == "heads" and self.positions == "rotary" and self.head_width % 2 and self.family != ANY:
             raise ValueError(f"head_width = {self.head_width} must be even for rotary positions; change width or heads")
         if self.tied_embeddings and self.head_bias:
             raise ValueError("head_bias = true needs tied_embeddings = false: a tied head is the embedding table alone")
@@ -292,5 +305,5 @@ def presets() -> dict[str, ModelSpec]:
     from typing import get_args
 
     families = get_args(ModelSpec.model_fields["family"].annotation)
-    modules = (import_module(f"meshwright.models.{family}") for family in families)
+    modules = (import_module(f"meshwright.models.{family}") for family in families if family != ANY)
     return {name: spec for module in modules for name, spec in module.PRESETS.items()}

@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from meshwright.engines.torch.attention import NAME
 from meshwright.errors import UserError
+from meshwright.hub.any_model import make
 from meshwright.models.hf import hf_from_spec
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 
 class FusedMaps(nn.Module):
@@ -51,6 +52,9 @@ def skeleton(spec: ModelSpec) -> Any:
     Raises:
         UserError: its family has no form in `transformers`.
     """
+    if spec.family == ANY:  # with attention and masks of its own
+        with _parameters_on_meta():
+            return make(spec)
     config: dict[str, Any] = hf_from_spec(spec)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:

@@ -1,6 +1,7 @@
 """What the processes of a tensor group send each other, with its gradients.
 
-Between the maps that are cut, each process holds its share of time (sequence parallelism: Korthikanti et al., 2022).
+Between the maps that are cut, each process holds its share of time (sequence parallelism: Korthikanti et al., 2022), or
+all of it. Either way the gradient of what isn't cut is in each process its part of a sum.
 """
 
 from typing import Any
@@ -19,13 +20,14 @@ class TensorGroup:
 
     Arguments:
         group: theirs.
+        cuts_time: whether time is cut between the maps.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, *, cuts_time: bool = True):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.cuts_time = True
-        """Whether time is cut between the maps; while text is generated it isn't, and nothing has a gradient then."""
+        self.cuts_time = cuts_time
+        """Whether time is cut between the maps; while text is generated it isn't."""
 
     def enter(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """All of time, where this process has its share; what comes back from all processes is summed."""
@@ -33,7 +35,7 @@ class TensorGroup:
 
     def leave(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """The sum over processes, of which each keeps its share of time."""
-        return _Scatter.apply(x_BTD, self.group) if self.cuts_time else reduced(x_BTD, self.group)
+        return (_Scatter if self.cuts_time else _Sum).apply(x_BTD, self.group)
 
     def share_of_time(self, x_BT: torch.Tensor) -> torch.Tensor:
         """This process's part of something that all have."""
@@ -60,6 +62,17 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _gathered(gradients[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return reduced(x_BTD, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return reduced(gradients[0], ctx.group), None
 
 
 def _gathered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from meshwright.engines.base import Sampling
 from meshwright.engines.torch.plan import Placed
 from meshwright.errors import UserError
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 
 def generate(
@@ -27,6 +27,9 @@ def generate(
         UserError: a prompt is empty, or a prompt and what is to come exceed the context length.
     """
     longest = _check(prompts, max_tokens, spec.context_length)
+    if not placed.module.has_cache:
+        yield from _without_cache(placed, spec, prompts, max_tokens, stop, sampling)
+        return
     device = placed.mesh.device
     tokens_BP = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
     lengths_B = np.array([len(prompt) for prompt in prompts])
@@ -47,6 +50,26 @@ def generate(
         tokens_BP = torch.from_numpy(chosen_B).to(device)[:, None]
         mask_BS = torch.cat([mask_BS, torch.ones_like(tokens_BP)], dim=1)
         positions_BT = positions_BT[:, -1:] + 1
+
+
+def _without_cache(
+    placed: Placed, spec: ModelSpec, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
+) -> Iterator[list[int | None]]:
+    """Of a model whose memory isn't keys and values: each text from its beginning for each token, by itself."""
+    texts, ended = [list(prompt) for prompt in prompts], np.zeros(len(prompts), bool)
+    for _ in range(max_tokens):
+        with _decoding(placed, spec), placed.used() as module:
+            module.eval()
+            rows = [torch.tensor([text], device=placed.mesh.device) for text in texts]
+            scores_BV = torch.cat([module(module.scores, row_1T)[:, -1] for row_1T in rows])
+        place_B = np.array([len(text) - 1 for text in texts])
+        chosen_B = _agreed(sample(scores_BV.cpu().numpy(), place_B, sampling), placed)
+        ended |= chosen_B == stop
+        if ended.all():
+            return
+        yield [None if done else int(token) for token, done in zip(chosen_B, ended, strict=True)]
+        for text, token in zip(texts, chosen_B, strict=True):
+            text.append(int(token))
 
 
 def sample(scores_BV: np.ndarray, position_B: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -98,7 +121,9 @@ def _decoding(placed: Placed, spec: ModelSpec) -> Iterator[None]:
     """With attention that knows a cache, and time uncut; uncompiled, as a cache would compile each layer anew."""
     config: Any = placed.config
     before, tensor = config._attn_implementation, placed.mesh.tensor
-    config._attn_implementation = "eager" if spec.attention_softcap else "sdpa"
+    if spec.family != ANY:
+        config._attn_implementation = "eager" if spec.attention_softcap else "sdpa"
+    cuts_time = tensor is not None and tensor.cuts_time
     if tensor is not None:
         tensor.cuts_time = False
     try:
@@ -107,7 +132,7 @@ def _decoding(placed: Placed, spec: ModelSpec) -> Iterator[None]:
     finally:
         config._attn_implementation = before
         if tensor is not None:
-            tensor.cuts_time = True
+            tensor.cuts_time = cuts_time
 
 
 def _check(prompts: list[list[int]], max_tokens: int, context: int) -> int:

@@ -15,6 +15,7 @@ from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
 from meshwright.engines.flops import training_flops
 from meshwright.engines.peaks import peak_flops
+from meshwright.engines.torch.any_model import check_masks
 from meshwright.engines.torch.checkpoint import restore_state, save_state
 from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.decode import generate
@@ -29,7 +30,7 @@ from meshwright.engines.torch.step import Step, evaluate
 from meshwright.engines.torch.support import check_supported
 from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 
 class TorchEngine:
@@ -75,6 +76,8 @@ class TorchEngine:
             self.identity["lora (fingerprint of the base)"] = base_fingerprint(placed)
         self._optimizer: Optimizer | None = None
         if training:
+            if spec.family == ANY:
+                check_masks(placed, run)
             parts = {name: own(parameter) for name, parameter in placed.parameters.items()}
             self._optimizer = Optimizer(run, parts, placed.is_matrix)
             self._step = Step(run, placed, self._optimizer)
@@ -139,7 +142,8 @@ class TorchEngine:
         placed, run = self._placed, self._run
         mesh = placed.mesh
         peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
-        if peak is None or placed.dtype != torch.bfloat16:
+        # How many of unknown experts a token passes isn't known.
+        if peak is None or placed.dtype != torch.bfloat16 or "expert" in self._spec.config:
             return None
         adapters = self.trained_parameters if run.lora.rank else 0
         flops = training_flops(self._spec, self.active_parameters, run.train.sequence_length, adapters)

@@ -63,7 +63,7 @@ def logits(
 
 def logits_of(checkpoint: Checkpoint, run: Run, device: torch.device, tokens_BT: np.ndarray) -> np.ndarray:
     """See `Engine.logits_of`."""
-    spec = spec_from_hf(checkpoint.config)
+    spec = spec_from_hf(checkpoint.config, run.model.family)
     placed = _exact(run, spec, device)
     placed.fill(CheckpointWeights(checkpoint, placed.names, spec))
     return _scores(placed, tokens_BT)

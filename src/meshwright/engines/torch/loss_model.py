@@ -44,6 +44,8 @@ class LossModel(nn.Module):
         self._routers = RouterLosses(model, spec) if spec.experts else None
         named = inspect.signature(type(model.base_model).forward).parameters
         self._cache_key = "cache" if "cache" in named else "past_key_values"
+        self.has_cache = True
+        """Whether keys and values are all that it remembers of a text."""
 
     def forward(self, job: Callable[..., Any], *arguments: Any) -> Any:
         """Do one of this module's own methods; what shards parameters gathers them around it."""

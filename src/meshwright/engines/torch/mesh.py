@@ -12,7 +12,7 @@ from meshwright.config import Run
 from meshwright.engines.torch.collectives import TensorGroup
 from meshwright.engines.torch.support import AXES
 from meshwright.errors import UserError
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def make_torch_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> Torc
     groups = [dist.new_group(column.tolist()) for column in ranks.T]  # each is made by all
     batch_group = groups[mesh.get_local_rank("tensor")]
     host_group = dist.new_group(backend="gloo")
-    tensor = TensorGroup(mesh.get_group("tensor")) if sizes["tensor"] > 1 else None
+    # Models that Meshwright doesn't know make masks and places of the length that they see.
+    cuts_time = spec.family != ANY
+    tensor = TensorGroup(mesh.get_group("tensor"), cuts_time=cuts_time) if sizes["tensor"] > 1 else None
     return TorchMesh(sizes, device, accumulate, mesh, batch_group, host_group, tensor)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.config import Run
+from meshwright.engines.torch.any_model import WholeModel
 from meshwright.engines.torch.build import skeleton, tensor_shapes, tensors_of_model
 from meshwright.engines.torch.copies import Copies
 from meshwright.engines.torch.lora import attach, initial
@@ -23,7 +24,8 @@ from meshwright.engines.torch.mesh import TorchMesh, compute_dtype
 from meshwright.engines.torch.names import Names
 from meshwright.engines.torch.tensor_plans import cut
 from meshwright.engines.torch.weights import Weights
-from meshwright.models.spec import ModelSpec
+from meshwright.hub.any_model import blocks_of
+from meshwright.models.spec import ANY, ModelSpec
 
 _CHUNKS = {"cpu": 512, "cuda": 4096}  # tokens whose scores are made at a time
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -50,10 +52,13 @@ class Placed:
             attach(model, spec, run.lora, self.names)
         if mesh.tensor and mesh.mesh:
             cut(model, mesh.tensor, mesh.mesh["tensor"])
-        blocks = blocks_of(model)
+        _, blocks = blocks_of(model)
+        regular = not (spec.experts or "expert" in spec.config or model._is_stateful)  # each block does the same anew
+        compiled = mesh.device.type == "cuda" and regular
         for block in blocks:
-            _prepare_block(block, run, compiled=mesh.device.type == "cuda" and not spec.experts)
-        self.module = LossModel(model, spec, mesh.tensor, _CHUNKS[mesh.device.type])
+            _prepare_block(block, run, compiled=compiled)
+        kind = WholeModel if spec.family == ANY else LossModel
+        self.module = kind(model, spec, mesh.tensor, _CHUNKS[mesh.device.type])
         if mesh.mesh is not None:
             self._shard(blocks)
         buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
@@ -145,12 +150,6 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def blocks_of(model: Any) -> list[nn.Module]:
-    """The layers of a model, in order: its longest list of modules."""
-    lists = [list(module) for module in model.base_model.children() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
-
-
 def _prepare_block(block: Any, run: Run, *, compiled: bool) -> None:
     if run.train.remat != "none":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)
@@ -168,11 +167,14 @@ def _keep_products(_context: Any, function: Any, *_: Any, **__: Any) -> Checkpoi
 
 def _materialize(model: Any, device: torch.device, buffers: dict[str, torch.Tensor]) -> None:
     """Give parameters memory, which parts what is tied and empties buffers: so these are put back."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is table.weight
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    tied = {name: first.setdefault(id(parameter), name) for name, parameter in named}
     model.to_empty(device=device)
-    if tied:
-        head.weight = table.weight
+    for name, source in tied.items():
+        if name != source:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(source))
     for name, buffer in buffers.items():
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._buffers[last] = buffer

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 from meshwright.config import Run
+from meshwright.engines.torch.any_start import OwnStart
 from meshwright.engines.torch.checkpoint import restore_state
 from meshwright.engines.torch.plan import Placed
 from meshwright.engines.torch.weights import CheckpointWeights, RandomWeights
 from meshwright.errors import UserError
 from meshwright.hub.reader import open_checkpoint
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 
 def start(placed: Placed, run: Run, spec: ModelSpec) -> None:
@@ -25,7 +26,8 @@ def start(placed: Placed, run: Run, spec: ModelSpec) -> None:
     """
     init = run.model.init
     if init == "random":
-        placed.fill(RandomWeights(placed.names, spec, run.seed))
+        own = OwnStart(spec, run.seed) if spec.family == ANY else RandomWeights(placed.names, spec, run.seed)
+        placed.fill(own)
     elif init.startswith("hf:"):
         placed.fill(CheckpointWeights(open_checkpoint(init), placed.names, spec))
     else:

@@ -27,7 +27,13 @@ PLANS: dict[str, dict[str, str]] = {
         "h.*.attn.c_proj": "rowwise",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
-    }
+    },
+    "codegen": {
+        "h.*.attn.qkv_proj": "colwise",
+        "h.*.attn.out_proj": "rowwise",
+        "h.*.mlp.fc_in": "colwise",
+        "h.*.mlp.fc_out": "rowwise",
+    },
 }
 """Plans by `model_type`, with names as in the model without its head."""
 
@@ -46,16 +52,16 @@ def plan_of(model: Any) -> dict[str, str]:
     kind = model.config.model_type
     plan = PLANS.get(kind) or getattr(model.config, "base_model_tp_plan", None)
     if not plan:
-        raise UserError(f'mesh.tensor: there is no plan by which {kind} is cut; set it to 1, or engine = "jax"')
+        raise UserError(f"mesh.tensor: there is no plan by which {kind} is cut; set it to 1, and raise mesh.fsdp")
     prefix, found = f"{model.base_model_prefix}.", {}
-    for name, _ in model.base_model.named_modules():
+    for name, module in model.base_model.named_modules():
         styles = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-        if not styles or styles[0] in _WHOLE:
+        if not styles or styles[0] in _WHOLE or module is model.get_input_embeddings():
             continue
         if styles[0] not in ("colwise", "rowwise"):
             raise UserError(
                 f'mesh.tensor: {name} of {kind} would be cut "{styles[0]}", which the PyTorch engine doesn\'t do; '
-                'set it to 1, or engine = "jax"'
+                "set it to 1, and raise mesh.fsdp"
             )
         found[prefix + name] = styles[0]
     return found
@@ -79,13 +85,46 @@ def cut(model: Any, tensor: TensorGroup, mesh: DeviceMesh) -> None:
             parent = name.rpartition(".")[0]
             parents.add(parent)
             _cut_colwise(module, mesh)
-            if isinstance(module, FusedMaps):  # GPT-2's attention takes the maps apart by this width
-                model.get_submodule(parent).split_size //= tensor.size
+            cut_attention(model, name, tensor.size)
         else:
             _cut_rowwise(module, tensor, mesh)
-    for name in sorted(parents):
-        model.get_submodule(name).register_forward_pre_hook(_entering(tensor), with_kwargs=True)
+    if tensor.cuts_time:
+        for name in sorted(parents):
+            model.get_submodule(name).register_forward_pre_hook(_entering(tensor), with_kwargs=True)
+    else:
+        _cut_head(model.get_output_embeddings(), mesh)
     _cut_vocabulary(model, tensor, mesh)
+
+
+def cut_attention(model: Any, name: str, size: int) -> None:
+    """Tell an attention how much of its queries, keys and values is left, where one map gives all of them.
+
+    Arguments:
+        model: of `transformers`.
+        name: of the map.
+        size: how many processes share it.
+
+    Raises:
+        UserError: they can't.
+    """
+    attention = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(model.get_submodule(name), FusedMaps):  # GPT-2 takes the maps apart by this width
+        attention.split_size //= size
+    elif model.config.model_type == "codegen" and name.endswith("qkv_proj"):
+        # The map gives queries, values and keys of a share of the heads, then of the next.
+        groups = getattr(attention, "mp_num", None)
+        if groups is None:
+            raise UserError(
+                "mesh.tensor: CodeGen can't be cut in this version of transformers; install a newer one, or set it to "
+                "1, and raise mesh.fsdp"
+            )
+        if groups % size:
+            raise UserError(
+                f"mesh.tensor = {size}: must divide the {groups} groups of heads that CodeGen's queries, values and "
+                f"keys come in (it leaves {groups % size}); lower it, and raise mesh.fsdp"
+            )
+        attention.mp_num //= size
+        attention.embed_dim //= size
 
 
 def local(parameter: torch.Tensor | None) -> Any:
@@ -132,6 +171,12 @@ def _cut_rowwise(module: Any, tensor: TensorGroup, mesh: DeviceMesh) -> None:
     module.forward = forward
 
 
+def _cut_head(head: Any, mesh: DeviceMesh) -> None:
+    """Each process makes the scores of its share of the vocabulary, as the model calls its head itself."""
+    _shard(head, mesh, {"bias": 0} if getattr(head, "bias", None) is not None else {})
+    head.forward = lambda x: F.linear(x, local(head.weight), local(head.bias))
+
+
 def _cut_vocabulary(model: Any, tensor: TensorGroup, mesh: DeviceMesh) -> None:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied, vocab = head.weight is table.weight, len(table.weight)
@@ -141,12 +186,13 @@ def _cut_vocabulary(model: Any, tensor: TensorGroup, mesh: DeviceMesh) -> None:
     else:
         _shard(head, mesh, {"weight": 0})
     first, last = share(vocab, tensor)
-    scale = getattr(table, "embed_scale", None)
+    scale, padding = getattr(table, "embed_scale", None), table.padding_idx
+    here = padding - first if padding is not None and first <= padding < last else None
 
     def forward(ids_BT: torch.Tensor) -> torch.Tensor:
         rows_VD, here_BT = local(table.weight), ids_BT - first
         is_here_BT = (here_BT >= 0) & (here_BT < last - first)
-        found_BTD = F.embedding(torch.where(is_here_BT, here_BT, 0), rows_VD)
+        found_BTD = F.embedding(torch.where(is_here_BT, here_BT, 0), rows_VD, padding_idx=here)
         x_BTD = tensor.leave(torch.where(is_here_BT[..., None], found_BTD, 0.0))
         return x_BTD if scale is None else x_BTD * table.embed_scale.to(x_BTD.dtype)
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from meshwright.engines.torch.names import Names, read_slice, write_tensor
 from meshwright.errors import UserError
+from meshwright.hub import any_model
 from meshwright.hub.reader import Checkpoint
 from meshwright.hub.tensor_file import Index
 from meshwright.hub.theirs import tensors_of
 from meshwright.models.hf import family_of, tensor_name, unread_tensors, weights
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 from meshwright.models.weights import present
 
 _STD = 0.02
@@ -77,7 +78,8 @@ class CheckpointWeights(Weights):
 
     def __init__(self, checkpoint: Checkpoint, names: Names, spec: ModelSpec):
         self._checkpoint, self._names = checkpoint, names
-        self._family, self._present = family_of(checkpoint.config), set(checkpoint.names)
+        self._family = any_model.family(spec) if spec.family == ANY else family_of(checkpoint.config)
+        self._present = set(checkpoint.names)
         rules = present(weights(spec), lambda name: self._there(name) is not None)
         self._rules = {rule.ours: rule for rule in rules}
         self._same = {rule.theirs for rule in rules} & {rule.theirs for rule in names.rules}
@@ -102,8 +104,14 @@ class CheckpointWeights(Weights):
         folder = self._checkpoint.folder
         tensors = tensors_of(rules, self._names.ours)
         if missing := [tensor.name for tensor in tensors if self._there(tensor.name) is None]:
-            raise UserError(f"{folder}: lacks {_several(missing)}; give a whole checkpoint")
-        if unread := unread_tensors(self._present, rules, self._family, spec):
+            another = "; or transformers makes it of others while it reads" if spec.family == ANY else ""
+            raise UserError(f"{folder}: lacks {_several(missing)}; give a whole checkpoint{another}")
+        if spec.family == ANY:
+            wanted = {self._there(tensor.name) for tensor in tensors}
+            unread = any_model.unread(spec, sorted(self._present - wanted))
+        else:
+            unread = unread_tensors(self._present, rules, self._family, spec)
+        if unread:
             raise UserError(
                 f"{folder}: holds {_several(unread)}, which the family {spec.family} has no use for; "
                 "the model would not be the one that was saved"
