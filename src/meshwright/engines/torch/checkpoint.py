@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -43,6 +44,7 @@ def save_state(folder: Path, placed: Placed, optimizer: Optimizer) -> Callable[[
     writer = dcp.FileSystemWriter(str(folder / _FOLDER), single_file_per_rank=True, sync_files=True)
     if placed.mesh.mesh is None:
         return _in_thread(state, writer)
+    dist.barrier(group=placed.mesh.host_group)  # the folder is another process's to make, and DCP would make it
     future: Any = dcp.async_save(
         state,
         storage_writer=writer,

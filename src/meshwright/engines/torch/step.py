@@ -33,8 +33,10 @@ class Step:
         self._run, self._placed, self._optimizer = run, placed, optimizer
         self._everywhere = [name for name, p in placed.parameters.items() if not _is_cut(p)]
         on_card, random = placed.mesh.device.type == "cuda", run.model.dropout > 0
-        # The experts of `transformers` ask the device how many tokens each of them has.
-        recordable = on_card and not random and not run.model.experts
+        # The experts of `transformers` ask the device how many tokens each of them has; what a class of its own asks
+        # isn't known.
+        known = run.model.family != "transformers" and not run.model.experts
+        recordable = on_card and known and not random
         self._recorded = Recorded(self._pass, placed.copies) if recordable and placed.copies else None
 
     def __call__(self, batch: Batch, stop: int) -> dict[str, Any]:
