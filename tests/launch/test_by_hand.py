@@ -1,95 +1,34 @@
 """Workers that are started by hand: they find each other, train as one, and none hangs without the others."""
 
 import fcntl
-import os
-import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from helpers import MAIN, kill, meshwright, run_values, wait_for, write_corpus, write_run
+from by_hand_runs import ends, free_port, losses, starting
+from helpers import meshwright, run_values, wait_for
 
 import meshwright as mw
 from meshwright.errors import UserError
 from meshwright.launch import roll_call as roll_call_module
+from meshwright.launch.addresses import own_address
 from meshwright.launch.by_hand import place_by_hand
-from meshwright.launch.devices import own_address
 from meshwright.launch.roll_call import roll_call
-from meshwright.track.metrics import read_metrics
-
-# A real worker in a real group, but for the training.
-WITHOUT_TRAINING = """
-import os, sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from meshwright import api
-from meshwright.cli import main
-from meshwright.errors import UserError
-def train(run, group):
-    print("words of worker", group.rank)
-    group.barrier("start")
-    Path(f"here_{group.rank}").touch()
-    BODY
-    return SimpleNamespace(stopped_by=0)
-api.train = train
-main()
-"""
 
 
 @pytest.fixture
 def port() -> int:
-    # Below those that the system gives to others by itself.
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
+    return free_port()
 
 
 @pytest.fixture
 def start(tmp_path, port):
     """Start a worker; at the end of the test none may be left."""
-    write_corpus(tmp_path / "texts")
-    launch = {"kind": "processes", "workers": 2, "devices_per_worker": 1, "start_timeout": 60.0}
-    launch["coordinator"] = f"127.0.0.1:{port}"
-    write_run(tmp_path / "run.toml", run_values("texts", launch=launch, mesh={"data": 2}))
-    processes = []
-
-    def start(index: int, *overrides: str, body: str = "", **environment: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", WITHOUT_TRAINING.replace("BODY", body)] if body else MAIN
-        arguments = ["train", "run.toml", f"launch.index={index}", *overrides]
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        kill(process)
-
-
-def ends(processes: list[subprocess.Popen], within: float = 100) -> list[tuple[int, str, str]]:
-    with ThreadPoolExecutor() as pool:
-        done = list(pool.map(lambda process: process.communicate(timeout=within), processes))
-    return [(process.returncode, *words) for process, words in zip(processes, done, strict=True)]
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record}
+    with starting(tmp_path, f"127.0.0.1:{port}", mesh={"data": 2}) as start:
+        yield start
 
 
 def test_two_stop_together_at_the_signal_of_one_and_go_on_as_one_process_would(start, tmp_path):

@@ -132,10 +132,13 @@ def test_tasks_of_a_node_share_its_cards_unless_slurm_did_it(monkeypatch, enviro
     assert place_by_hand(make(), {**TASK, **environment}).variables == expected
 
 
-def test_two_tasks_train_as_one(tmp_path):
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+def test_two_tasks_train_as_one(tmp_path, engine):
+    if engine == "torch":
+        pytest.importorskip("transformers")
     write_corpus(tmp_path / "texts")
     launch = {"kind": "processes", "devices_per_worker": 1}
-    values = run_values("texts", launch=launch, mesh={"data": 2}, train={"steps": 3})
+    values = run_values("texts", engine=engine, launch=launch, mesh={"data": 2}, train={"steps": 3})
     write_run(tmp_path / "run.toml", values)
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
     several = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
@@ -158,6 +161,6 @@ def test_two_tasks_train_as_one(tmp_path):
             kill(task)
     assert [task.returncode for task in tasks] == [0, 0], (err, err_1)
     assert "step 3/3" in out
-    assert "engine  jax on 2 x cpu" in out
+    assert f"engine  {engine} on 2 x cpu" in out
     assert err_1 == "worker 1 of 2: its log is runs/tiny/workers/worker_1.log\n"
     assert Path(tmp_path, "runs/tiny/run.toml").read_text().count('coordinator = "localhost:') == 1

@@ -1,5 +1,6 @@
 """`TorchGroup` keeps the promises of `Group`, over any store of `torch.distributed`."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +10,10 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
+from meshwright.config import make_run
 from meshwright.errors import UserError
-from meshwright.launch import torch_group
+from meshwright.launch import joining, torch_group
+from meshwright.launch.addresses import interface_of
 from meshwright.launch.group import GroupError
 from meshwright.launch.torch_group import TorchGroup
 
@@ -86,3 +89,49 @@ def test_too_few_cards(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(UserError, match=r"launch\.workers = 2: each needs a card of its own, and 1 can be seen"):
         torch_group.shares_of_cards(2)
+
+
+@pytest.mark.parametrize("reports", [[["a", ""]] * 2, [["a", "x"], ["a", "y"], ["b", "z"]]])
+def test_all_have_cards_of_their_own_or_none(reports):
+    torch_group.check_cards(reports)
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([["a", "x"], ["b", ""]], r"launch: PyTorch sees no card in worker 1 \(b\), but does in the others"),
+        ([["a", "x"], ["a", "y"], ["a", "x"]], r"launch: worker 0 \(a\) and worker 2 \(a\) have the same card; set"),
+    ],
+)
+def test_cards_that_some_lack_or_share(reports, said):
+    with pytest.raises(UserError, match=said):
+        torch_group.check_cards(reports)
+
+
+def test_the_first_goes_last(groups):
+    order = []
+
+    def go(group):
+        if group.rank:
+            threading.Event().wait(0.1 * group.rank)
+            order.append(group.rank)
+        group.close()
+        if not group.rank:
+            order.append(0)
+
+    in_each(groups, go)
+    assert order == [1, 2, 0]
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == ("lo" if sys.platform == "linux" else "")
+    assert interface_of("192.0.2.123") == ""
+
+
+def test_without_pytorch_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.delattr("meshwright.launch.torch_group")
+    monkeypatch.delitem(sys.modules, "meshwright.launch.torch_group")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    run = make_run({"engine": "torch", "data": {"train": "x"}, "model": {"preset": "gpt2-tiny"}})
+    with pytest.raises(UserError, match=r'engine = "torch": needs torch, which isn\'t installed; pip install'):
+        joining.join(run, "127.0.0.1:1", 0, 1)

@@ -17,8 +17,7 @@ from typing import Any, NoReturn, TextIO
 import meshwright
 from meshwright.config import Run
 from meshwright.errors import UserError
-from meshwright.launch import slurm
-from meshwright.launch.devices import join, prepare_devices, shares_of_cards
+from meshwright.launch import joining, slurm
 from meshwright.launch.processes import keep_stdout_to_python, leave
 from meshwright.launch.roll_call import Peers, roll_call
 from meshwright.launch.shared_storage import check_shared
@@ -117,22 +116,21 @@ def _meet(run: Run) -> Peers:
 
 
 def _train(run: Run) -> int:
-    import jax
-
     from meshwright.api import train
 
     launch = run.launch
-    prepare_devices(run)
-    group = join(launch.coordinator, launch.index, launch.processes)
-    if jax.process_count() != launch.processes:
+    joining.prepare(run)
+    group = joining.join(run, launch.coordinator, launch.index, launch.processes)
+    found = joining.found(run)
+    if found.processes != launch.processes:
         raise UserError(
-            f"launch.workers = {launch.processes}: JAX found {jax.process_count()} of them; see that all use the same "
-            "kind of device"
+            f"launch.workers = {launch.processes}: {found.framework} found {found.processes} of them; see that all use "
+            "the same kind of device"
         )
     if not is_remote(run.run_dir):
         check_shared(run.directory, group)
     outcome = train(run, group=group)
-    jax.distributed.shutdown()
+    joining.leave(run, group)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
@@ -140,7 +138,7 @@ def _cards(run: Run, step: slurm.Step) -> dict[str, str]:
     if step.size_here == 1 or step.cards_are_bound:
         return {}
     here = run.launch.model_copy(update={"coordinator": "", "workers": step.size_here})
-    return shares_of_cards(run.model_copy(update={"launch": here}))[step.rank_here]
+    return joining.shares_of_cards(run.model_copy(update={"launch": here}))[step.rank_here]
 
 
 def _to_log(run: Run) -> TextIO:

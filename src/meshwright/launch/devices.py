@@ -2,10 +2,8 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -13,12 +11,11 @@ from itertools import takewhile
 
 from meshwright.config import Run
 from meshwright.errors import UserError
+from meshwright.launch.addresses import LOOPBACK, address_for_others, split
 from meshwright.launch.group import JaxGroup
 
 _HEARTBEAT_SECONDS = 20
-_LOOPBACK = "127.0.0.1"
 _THREADS = 64
-_ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737); nothing is sent there
 _COUNT = """
 import ctypes
 cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -113,7 +110,7 @@ def join(address: str, rank: int, size: int) -> JaxGroup:
         address,
         size,
         rank,
-        coordinator_bind_address=address if host == _LOOPBACK else None,
+        coordinator_bind_address=address if host == LOOPBACK else None,
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
@@ -121,26 +118,11 @@ def join(address: str, rank: int, size: int) -> JaxGroup:
 
 
 def _listen_for_others(address: str) -> None:
-    # Gloo would listen where the name of this machine leads, which may be its loopback (Debian's 127.0.1.1).
     from jax._src.lib import _jax
 
-    host = address.rpartition(":")[0].strip("[]")
-    own = own_address(host)
-    if own.startswith("127.") and not host.startswith("127."):
-        own = own_address(_ELSEWHERE)
-    if own:
+    if own := address_for_others(split(address)[0]):
         make = _jax.make_gloo_tcp_collectives
         _jax.make_gloo_tcp_collectives = partial(make, hostname=own)
-
-
-def own_address(host: str) -> str:
-    """The address of this machine by which another one is reached; empty: it isn't."""
-    with suppress(OSError):
-        family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
-            return probe.getsockname()[0]
-    return ""
 
 
 def _use_virtual_devices(wanted: int) -> None:

@@ -18,7 +18,8 @@ from typing import IO, NoReturn
 
 from meshwright.config import Run, make_run
 from meshwright.errors import UserError
-from meshwright.launch.devices import join, prepare_devices, shares_of_cards
+from meshwright.launch import joining
+from meshwright.launch.addresses import LOOPBACK
 from meshwright.signals import Stop, stop_signals
 from meshwright.track.text import visible
 
@@ -61,7 +62,7 @@ def train_in_processes(run: Run, command: Sequence[str] = WORKER) -> int:
         UserError: there are too few cards, or the run directory can't be written to.
         KeyboardInterrupt, SystemExit: a second signal came; every worker has been ended.
     """
-    shares = _shares_of_cards(run)
+    shares = joining.shares_of_cards(run)
     with ExitStack() as closing:
         stop = closing.enter_context(stop_signals())
         crew = _Crew(run.directory / "workers")
@@ -106,10 +107,11 @@ def end_with(parent: int) -> None:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine's loopback that no other program gets, but a server that shares ports (gRPC) can use."""
+    """A port of this machine's loopback that no other program gets, but a server that shares ports (gRPC,
+    `addresses.listen`) can use."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind((LOOPBACK, 0))
         yield holder.getsockname()[1]
 
 
@@ -262,27 +264,11 @@ def _train(text: str, rank: int, size: int, port: int) -> int:
     from meshwright.api import train
 
     run = make_run(tomllib.loads(text))
-    if run.engine == "torch":
-        from meshwright.launch import torch_group
-
-        torches = torch_group.join(port, rank, size)
-        outcome = train(run, group=torches)
-        torch_group.leave(torches)
-    else:
-        import jax
-
-        prepare_devices(run)
-        outcome = train(run, group=join(f"127.0.0.1:{port}", rank, size))
-        jax.distributed.shutdown()
+    joining.prepare(run)
+    group = joining.join(run, f"{LOOPBACK}:{port}", rank, size)
+    outcome = train(run, group=group)
+    joining.leave(run, group)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0
-
-
-def _shares_of_cards(run: Run) -> list[dict[str, str]]:
-    if run.engine == "jax":
-        return shares_of_cards(run)
-    from meshwright.launch import torch_group
-
-    return torch_group.shares_of_cards(run.launch.most)
 
 
 def keep_stdout_to_python() -> None:

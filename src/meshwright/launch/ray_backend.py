@@ -1,6 +1,6 @@
-"""How the workers of Ray Train become the processes of one JAX run, on CPUs, GPUs and TPUs alike.
+"""How the workers of Ray Train become the processes of one run, of either engine, on CPUs, GPUs and TPUs alike.
 
-Ray's own backend starts them on accelerators alone, and on one host gives all GPU workers the same cards.
+Ray's own backend for JAX starts them on accelerators alone, and on one host gives all GPU workers the same cards.
 """
 
 import os
@@ -23,15 +23,15 @@ _ASK_SECONDS = 2.0
 
 @dataclass
 class JaxProcesses(JaxConfig):
-    """Ray Train's backend of a Meshwright run."""
+    """Ray Train's backend of a run of the JAX engine."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         """See `JaxConfig`."""
-        return JaxProcessesBackend
+        return ProcessesBackend
 
 
-class JaxProcessesBackend(Backend):
+class ProcessesBackend(Backend):
     """Tells each worker its place; it joins the others there before it trains. Leaves `CUDA_VISIBLE_DEVICES` alone."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
@@ -66,7 +66,7 @@ def _place_key() -> tuple[str, int]:
 
 
 def _address() -> str:
-    # It stays reserved for as long as this process lives: gRPC shares it.
+    # It stays reserved for as long as this process lives: gRPC shares it, and `addresses.listen`.
     ip = ray.util.get_node_ip_address()
     holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

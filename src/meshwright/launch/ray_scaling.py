@@ -42,7 +42,7 @@ def scale_of(run: Run, nodes: Sequence[Resources]) -> Scale:
     Raises:
         UserError: the workers can't be known, or can't share the cards.
     """
-    launch = run.launch
+    launch = _with_one_device_each(run.launch) if run.engine == "torch" else run.launch
     nodes = [
         node for node in nodes if not launch.accelerator or f"accelerator_type:{launch.accelerator}" in node
     ] or nodes
@@ -92,6 +92,21 @@ def what_is_there(nodes: Sequence[Resources], free: Resources) -> str:
 def _on_gpus(launch: LaunchSection, nodes: Sequence[Resources]) -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return platforms != "cpu" and (any(node.get("GPU") for node in nodes) or bool(launch.accelerator or platforms))
+
+
+def _with_one_device_each(launch: LaunchSection) -> LaunchSection:
+    """For the PyTorch engine."""
+    if launch.topology or launch.accelerator.upper().startswith("TPU"):
+        raise UserError(
+            f'launch.accelerator = {launch.accelerator!r}: the PyTorch engine has no TPUs; set engine = "jax", or name '
+            "a GPU"
+        )
+    if launch.devices_per_worker > 1:
+        raise UserError(
+            f"launch.devices_per_worker = {launch.devices_per_worker}: a process of the PyTorch engine has one device; "
+            "leave it out, and set launch.workers to the number of devices"
+        )
+    return launch.model_copy(update={"devices_per_worker": 1})
 
 
 def _gpu(launch: LaunchSection, nodes: Sequence[Resources]) -> Scale:

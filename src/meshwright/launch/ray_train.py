@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoints import Checkpoints
 from meshwright.config import Run
 from meshwright.errors import UserError
+from meshwright.launch.joining import not_installed
 from meshwright.launch.ray_cluster import package_path
 from meshwright.launch.ray_desk import Desk, News
 from meshwright.launch.ray_scaling import Scale, scale_of, scaling_config, what_is_there
@@ -31,6 +33,7 @@ _GONE_SECONDS = 5.0
 _ELASTIC_START_SECONDS = 10.0
 # What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
 _KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+_PASSED = {"jax": ("JAX_", "XLA_FLAGS"), "torch": ("GLOO_", "NCCL_", "TORCH_")}
 _SNAPSHOTS = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
@@ -76,17 +79,21 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
                 return outcome
 
 
-def worker_environment(platform: str, directory: Path) -> dict[str, str]:
+def worker_environment(platform: str, directory: Path, engine: str = "jax") -> dict[str, str]:
     """What a worker's environment must say.
 
     Arguments:
         platform: `cpu`, `gpu` or `tpu`.
         directory: of the run.
+        engine: `jax` or `torch`.
     """
+    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[engine])}
+    own = {"PYTHONUNBUFFERED": "1", **package_path()}
+    if engine == "torch":
+        # Without a card of its own a worker may see those of its node.
+        return {**passed, **own, **({"CUDA_VISIBLE_DEVICES": "", **_KEEP_FREED_MEMORY} if platform == "cpu" else {})}
     # Workers that start again needn't compile again. What is compiled for one CPU may not run on another.
     compiled = {} if platform == "cpu" else {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
-    passed = {key: value for key, value in os.environ.items() if key.startswith("JAX_") or key == "XLA_FLAGS"}
-    own = {"PYTHONUNBUFFERED": "1", **package_path()}
     if platform == "cpu":
         own |= {"JAX_PLATFORMS": "cpu", **_KEEP_FREED_MEMORY}
     if platform == "gpu":
@@ -96,24 +103,38 @@ def worker_environment(platform: str, directory: Path) -> dict[str, str]:
 
 def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
-    from ray.train.v2.jax import JaxTrainer
-
-    from meshwright.launch.ray_backend import JaxProcesses
 
     directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
     task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
-    return JaxTrainer(
+    return _trainer_of(run, scale)(
         _Call(train_worker, task),
-        jax_config=JaxProcesses(use_tpu=scale.platform == "tpu", use_gpu=scale.platform == "gpu"),
         scaling_config=scaling_config(scale, run.launch),
         run_config=RunConfig(
             name=directory.name,
             storage_path=str(directory.parent),
             failure_config=FailureConfig(max_failures=run.launch.max_failures),
             callbacks=[_tell_of_failures(desk, run.launch.max_failures)],
-            worker_runtime_env={"env_vars": {JOB: job, **worker_environment(scale.platform, directory)}},
+            worker_runtime_env={"env_vars": {JOB: job, **worker_environment(scale.platform, directory, run.engine)}},
         ),
     )
+
+
+def _trainer_of(run: Run, scale: Scale) -> Any:
+    """Ray Train's class for the engine, with our own way to start its processes."""
+    if run.engine == "jax":
+        from ray.train.v2.jax import JaxTrainer
+
+        from meshwright.launch.ray_backend import JaxProcesses
+
+        ours = JaxProcesses(use_tpu=scale.platform == "tpu", use_gpu=scale.platform == "gpu")
+        return partial(JaxTrainer, jax_config=ours)
+    try:
+        from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+        from meshwright.launch.ray_torch import TorchProcesses
+    except ModuleNotFoundError as error:
+        raise not_installed(error) from None
+    return partial(TorchTrainer, torch_config=TorchProcesses())
 
 
 class _Call:

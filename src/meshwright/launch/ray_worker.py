@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.checkpoints import Checkpoint
 from meshwright.config import Run, make_run
 from meshwright.errors import UserError
+from meshwright.launch import joining
 from meshwright.launch.group import Group
 from meshwright.launch.ray_desk import DeskConsole, Failure, all_others_live, keep_in_touch
 from meshwright.rundir import RunDirectory
@@ -127,17 +128,14 @@ def train_worker(task: Task) -> dict[str, Any] | None:
 
 
 def _train(task: Task, run: Run, place: _Place, console: DeskConsole) -> dict[str, Any]:
-    import jax
-
     from meshwright import trainer
     from meshwright.api import make_engine
-    from meshwright.launch.devices import join, prepare_devices
     from meshwright.launch.shared_storage import check_seen, check_shared
 
     if task.platform == "cpu":
-        prepare_devices(run)
-    group = join(place.address, place.rank, place.size)
-    _check_devices(task, group)
+        joining.prepare(run)
+    group = joining.join(run, place.address, place.rank, place.size)
+    check_devices(task, joining.found(run), group)
     if task.mark:
         check_seen(run.directory / task.mark, group)
         check_shared(run.directory, group)
@@ -155,19 +153,27 @@ def _train(task: Task, run: Run, place: _Place, console: DeskConsole) -> dict[st
     )
     if outcome.stopped_by == MOVE and group.is_primary:
         console.note("the workers are moved: the run goes on from there")
-    jax.distributed.shutdown()
+    joining.leave(run, group)
     return {"step": outcome.step, "evaluation": outcome.evaluation, "stopped_by": outcome.stopped_by}
 
 
-def _check_devices(task: Task, group: Group) -> None:
-    import jax
+def check_devices(task: Task, found: joining.Found, group: Group) -> None:
+    """See that each worker has the devices that it is to have.
 
-    there = {"processes": jax.process_count(), "devices of a process": jax.local_device_count()}
-    wanted = {"processes": group.size, "devices of a process": task.devices or jax.local_device_count()}
+    Arguments:
+        task: says which.
+        found: those that this one has.
+        group: the workers, each calling this.
+
+    Raises:
+        UserError: a worker has others; the same in every worker.
+    """
+    there = {"processes": found.processes, "devices of a process": found.devices}
+    wanted = {"processes": group.size, "devices of a process": task.devices or found.devices}
     differing = [f"{there[key]} {key} where {wanted[key]} were asked for" for key in there if there[key] != wanted[key]]
-    if task.platform not in (platform := jax.default_backend(), "tpu") and "JAX_PLATFORMS" not in os.environ:
-        differing.append(f"the platform {platform} where {task.platform} was asked for")
-    mine = f"JAX has {', '.join(differing)} (on the node {node()})" if differing else ""
+    if task.platform not in (found.platform, "tpu") and "JAX_PLATFORMS" not in os.environ:
+        differing.append(f"the platform {found.platform} where {task.platform} was asked for")
+    mine = f"{found.framework} has {', '.join(differing)} (on the node {node()})" if differing else ""
     problems = [one for one in group.gather(mine, "devices") if one]
     if problems:
         raise UserError(f"launch: {problems[0]}; see to it that all nodes are alike")

@@ -1,9 +1,9 @@
-"""The workers of a run that were started by hand find each other, before JAX starts.
+"""The workers of a run that were started by hand find each other, before their framework starts.
 
-JAX ends a process at once that waits in vain for another, and says nothing a user could act on. So the first worker
-calls the roll: it waits for the others at the address that JAX will use, sees that all have the same run file, and
-tells every one whether to go on, or what must be mended. The connections stay open to the end, which tells each side at
-once when the other is gone.
+JAX ends a process at once that waits in vain for another, PyTorch lets it wait, and neither says anything that a user
+could act on. So the first worker calls the roll: it waits for the others at the address that the framework will use,
+sees that all have the same run file, and tells every one whether to go on, or what must be mended. The connections stay
+open to the end, which tells each side at once when the other is gone.
 """
 
 import json
@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.launch.addresses import listen, split
 
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
@@ -132,11 +133,11 @@ def _call(address: str, mine: dict[str, Any], timeout: float) -> Peers:
 
 
 def _answer(address: str, mine: dict[str, Any], timeout: float) -> Peers:
-    host, _, port = address.rpartition(":")
+    place = split(address)
     end, why = time.monotonic() + timeout, "no answer"
     while time.monotonic() < end:
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_HELLO_SECONDS)
+            connection = socket.create_connection(place, timeout=_HELLO_SECONDS)
             _say(connection, mine)
         except OSError as error:
             why = error.strerror or str(error)
@@ -160,12 +161,9 @@ def _answer(address: str, mine: dict[str, Any], timeout: float) -> Peers:
 
 
 def _listener(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    local = host in ("127.0.0.1", "localhost")
+    host, port = split(address)
     try:
-        if local or not socket.has_dualstack_ipv6():
-            return socket.create_server(("127.0.0.1" if local else "", int(port)))
-        return socket.create_server(("::", int(port)), family=socket.AF_INET6, dualstack_ipv6=True)
+        return listen(host, port)
     except (OSError, OverflowError) as error:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise UserError(

@@ -5,7 +5,8 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import UserError
+from meshwright.launch.addresses import LOOPBACK, address_for_others, interface_of, listen
 from meshwright.launch.group import TIMEOUT, Group, GroupError, Value
 
 _BROADCASTS_KEPT = 256
 _POLL_SECONDS = 0.002
+_LEFT = "meshwright/left"
 
 
 class TorchGroup(Group):
@@ -78,6 +81,22 @@ class TorchGroup(Group):
         texts = self._told(f"gather {name!r}", "a worker sent nothing", timeout, exchange)
         return [json.loads(text) for text in texts]
 
+    def close(self) -> None:
+        """Go, once the others need the store no more: it goes with rank 0."""
+        if not self.is_primary:
+            with suppress(RuntimeError):  # the answer may come too late
+                self._store.add(_LEFT, 1)
+            return
+
+        def wait() -> None:
+            end = time.monotonic() + TIMEOUT
+            while self._store.add(_LEFT, 0) < self.size - 1:
+                if time.monotonic() > end:
+                    raise TimeoutError
+                time.sleep(_POLL_SECONDS)
+
+        self._told("end", "not all workers left", TIMEOUT, wait)
+
     def _await(self, key: str, timeout: float) -> str:
         end = time.monotonic() + timeout
         while not self._store.check([key]):
@@ -98,31 +117,74 @@ class TorchGroup(Group):
             raise GroupError(f"{who}: a worker is gone: {str(error).partition(chr(10))[0]}") from error
 
 
-def join(port: int, rank: int, size: int) -> TorchGroup:
-    """Become one of the processes of a run on this machine.
+def join(port: int, rank: int, size: int, host: str = LOOPBACK) -> TorchGroup:
+    """Become one of the processes of a run.
 
     Arguments:
-        port: where rank 0 listens, on this machine alone.
+        port: where rank 0 listens.
         rank: of this process.
         size: how many there are.
+        host: of rank 0; with `127.0.0.1` it listens on its machine alone.
 
     Returns:
         The group; the default group of `torch.distributed` is made, too. Call `leave` at the end.
+
+    Raises:
+        UserError: some see a card and others none, or two the same one; the same in every process.
     """
     on_card = torch.cuda.is_available()
+    # An interface is all that gloo can be told, and the user's word counts.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address_for_others(host))):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    store = _store(host, port, rank, size)
+    group = TorchGroup(store, rank, size)
+    card = str(torch.cuda.get_device_properties(0).uuid) if on_card else ""
+    reports = group.gather([socket.gethostname(), card], "devices")
+    check_cards(reports)
     if not on_card:  # as many threads as there are cores in each process would wait for each other
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    store = _store(port, rank, size)
+        here = [host for host, _ in reports].count(socket.gethostname())
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     backends = "cpu:gloo,cuda:nccl" if on_card else "gloo"
     more = {"device_id": torch.device("cuda", 0)} if on_card else {}
     dist.init_process_group(backends, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, **more)
-    return TorchGroup(store, rank, size)
+    return group
 
 
 def leave(group: TorchGroup) -> None:
     """Part when all have come to the end."""
     group.barrier("end")
     dist.destroy_process_group()
+    group.close()
+
+
+def found() -> tuple[int, str]:
+    """How many processes have joined, and the platform of this one, `gpu` or `cpu`."""
+    return dist.get_world_size(), "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def check_cards(reports: Sequence[Sequence[str]]) -> None:
+    """See that each process has a card of its own, or none has one.
+
+    Arguments:
+        reports: of each process, by rank, the machine's name and what is unique to its card; empty: it has none.
+
+    Raises:
+        UserError: it isn't so.
+    """
+    names = [f"worker {rank} ({host})" for rank, (host, _) in enumerate(reports)]
+    without = [name for name, (_, card) in zip(names, reports, strict=True) if not card]
+    if without and len(without) < len(reports):
+        raise UserError(
+            f"launch: PyTorch sees no card in {', '.join(without)}, but does in the others; see to it that all are "
+            "alike"
+        )
+    first: dict[str, str] = {}
+    for name, (_, card) in zip(names, reports, strict=True):
+        if card and first.setdefault(card, name) != name:
+            raise UserError(
+                f"launch: {first[card]} and {name} have the same card; set CUDA_VISIBLE_DEVICES in the environment of "
+                "each to one of its own"
+            )
 
 
 def shares_of_cards(workers: int) -> list[dict[str, str]]:
@@ -147,15 +209,10 @@ def shares_of_cards(workers: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": card} for card in cards[:workers]]
 
 
-def _store(port: int, rank: int, size: int) -> dist.Store:
+def _store(host: str, port: int, rank: int, size: int) -> dist.Store:
     timeout = timedelta(seconds=TIMEOUT)
     if rank:
-        return dist.TCPStore("127.0.0.1", port, size, False, timeout)
-    # The launcher holds the port for this run, and lets others in that say so, too.
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen(size)
-    return dist.TCPStore(
-        "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+        return dist.TCPStore(host, port, size, False, timeout)
+    # What started this process holds the port for it, and lets others in that say so, too.
+    descriptor = listen(host, port, shared=True).detach()
+    return dist.TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
