@@ -38,7 +38,7 @@ def losses(mesh: dict[str, int]) -> list[float]:
 
 
 def fused_attention() -> tuple[list[list[float]], list[str]]:
-    """Losses and gradient norms where each device calls a kernel for attention, and what kinds of axes it is told of."""
+    """Losses and gradient norms where each device calls a kernel for attention, and the kinds of axes there."""
     kinds: set[str] = set()
 
     def kernel(q, k, v, mask, window, scale):
