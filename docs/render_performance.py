@@ -104,6 +104,15 @@ def host_overhead(results: dict[str, Any]) -> str:
     return table(["", "ms"], [[text, f"{results[name] * 1e3:.2f}"] for name, text in names.items()])
 
 
+def decode(results: dict[str, Any]) -> str:
+    """Generation beside transformers."""
+    rows = []
+    for row in results["rows"]:
+        speeds = [f"{row['tokens_per_second'][side]:,.1f}" for side in ("ours", "transformers")]
+        rows.append([f"{row['model']}, batch {row['batch']}", *speeds, f"{row['ratio']['transformers']:.2f}"])
+    return table(["model", "tokens/s", "transformers, tokens/s", "ratio"], rows)
+
+
 def start(results: dict[str, Any]) -> str:
     """How long a command takes to start."""
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
@@ -111,7 +120,7 @@ def start(results: dict[str, Any]) -> str:
 
 def render(page: str) -> str:
     """The page with its tables rendered anew."""
-    for make in (cpu_train, prepare, nanogpt_way, loader, host_overhead, start):
+    for make in (cpu_train, prepare, nanogpt_way, loader, host_overhead, decode, start):
         name = "prepare" if make is nanogpt_way else make.__name__  # the one script measures both
         results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         begin, end = (
