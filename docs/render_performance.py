@@ -104,6 +104,15 @@ def host_overhead(results: dict[str, Any]) -> str:
     return table(["", "ms"], [[text, f"{results[name] * 1e3:.2f}"] for name, text in names.items()])
 
 
+def decode(results: dict[str, Any]) -> str:
+    """Generation beside transformers."""
+    rows = []
+    for row in results["rows"]:
+        speeds = [f"{row['tokens_per_second'][side]:,.1f}" for side in ("ours", "transformers")]
+        rows.append([f"{row['model']}, batch {row['batch']}", *speeds, f"{row['ratio']['transformers']:.2f}"])
+    return table(["model", "tokens/s", "transformers, tokens/s", "ratio"], rows)
+
+
 def start(results: dict[str, Any]) -> str:
     """How long a command takes to start."""
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
@@ -144,6 +153,23 @@ def gpu_parts(results: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+def gpu_program(results: dict[str, Any]) -> str:
+    """The whole program beside its bare step."""
+    return gpu_train(results)
+
+
+def gpu_torch(results: dict[str, Any]) -> str:
+    """The PyTorch engine beside others' ways."""
+    names = {"ours": "the engine's step", "tutorial": "tutorial's step", "trainer": "`transformers.Trainer`"}
+    rows = []
+    for case, sides in results["cases"].items():
+        for side, name in names.items():
+            if "step_s" in (figures := sides.get(side, {})):
+                speed = [f"{figures['step_s'] * 1e3:.1f}", f"{figures['tokens_per_s']:,.0f}", f"{figures['mfu']:.1%}"]
+                rows.append([case, name, *speed, f"{figures['peak_gib']:.1f}"])
+    return table(["rows x tokens", "", "a step, ms", "tokens/s", "MFU", "peak memory, GiB"], rows)
+
+
 def _facts(results: dict[str, Any]) -> str:
     m = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
@@ -152,9 +178,25 @@ def _facts(results: dict[str, Any]) -> str:
     return f"{f'`{command}`' if command.startswith('python') else command.capitalize()}, on {where}:\n{versions}."
 
 
+MAKERS = (
+    cpu_train,
+    gpu_train,
+    gpu_program,
+    gpu_torch,
+    gpu_parts,
+    prepare,
+    nanogpt_way,
+    loader,
+    host_overhead,
+    decode,
+    start,
+)
+"""In the order of the page."""
+
+
 def render(page: str) -> str:
     """The page with its tables rendered anew."""
-    for make in (cpu_train, gpu_train, gpu_parts, prepare, nanogpt_way, loader, host_overhead, start):
+    for make in MAKERS:
         name = "prepare" if make is nanogpt_way else make.__name__  # the one script measures both
         results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         begin, end = (
