@@ -3,6 +3,7 @@
 Dropout is off: the engines draw its random numbers differently. All is float32.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -148,3 +149,32 @@ def test_packed_documents_keep_to_themselves_in_both(checkpoints, family):
         found[engine, masked] = mw.open_run(mw.train(run).run_dir).metrics()["loss"]
     np.testing.assert_allclose(found["torch", True], found["jax", True], atol=1e-4)
     assert np.abs(found["torch", False] - found["torch", True]).max() > 1e-3  # the mask matters
+
+
+def test_answers_alone_are_learned_in_both(checkpoints):
+    chats = checkpoints / "chats.jsonl"
+    turns = [(f"What follows {n}?", f"{n + 1} does.") for n in range(60)]
+    roles = ("user", "assistant")
+    chats.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": r, "content": text} for r, text in zip(roles, turn, strict=True)]}) + "\n"
+            for turn in turns
+        )
+    )
+    template = checkpoints / "chat.jinja"  # shorter than ChatML
+    answer = "{% generation %}{{ m.content }}{% endgeneration %}"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    data = {"train": str(chats), "packing": "padded", "store": str(checkpoints / "chats"), "chat": str(template)}
+    tables = {}
+    for engine in ("jax", "torch"):
+        name = f"chat-{engine}"
+        run = make_run(checkpoints, "qwen2", engine, name=name, run_dir=str(checkpoints / name), data=data)
+        tables[engine] = mw.open_run(mw.train(run).run_dir).metrics()
+    for key in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(tables["torch"][key], tables["jax"][key], atol=1e-4, rtol=1e-4)
+    counted = np.diff(tables["torch"]["tokens"])
+    assert counted.min() > 0 and counted.max() < 0.6 * 4 * 48  # questions and padding don't count
