@@ -145,7 +145,7 @@ def join(port: int, rank: int, size: int, host: str = LOOPBACK) -> TorchGroup:
         here = [host for host, _ in reports].count(socket.gethostname())
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     backends = "cpu:gloo,cuda:nccl" if on_card else "gloo"
-    more = {"device_id": torch.device("cuda", 0)} if on_card else {}
+    more: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if on_card else {}
     dist.init_process_group(backends, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, **more)
     return group
 

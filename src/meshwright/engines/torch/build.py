@@ -99,12 +99,12 @@ def _parameters_on_meta() -> Iterator[None]:
     # Under `torch.device("meta")` buffers would be without numbers, too, and these are in no checkpoint.
     original = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        original(module, name, parameter)
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -28,4 +28,5 @@ def base_fingerprint(placed: Placed) -> str:
             place = (place + numbers.view(-1, *[1] * (bits.dim() - axis - 1))) * _SPREAD[0]
         total += torch.stack([(bits * (place * spread | 1)).sum() for spread in _SPREAD])
     mesh = placed.mesh.mesh
-    return "".join(f"{number % 2**64:016x}" for number in reduced(total, mesh and mesh.get_group("fsdp")).tolist())
+    group = None if mesh is None else mesh.get_group("fsdp")
+    return "".join(f"{number % 2**64:016x}" for number in reduced(total, group).tolist())

@@ -88,10 +88,15 @@ class Optimizer:
             number.fill_(count)
 
     def _adamw(self, names: list[str], parameters: Any, gradients: Any, rate: float, decay: float) -> None:
-        lists = [[kind[name] for name in names] for kind in (parameters, gradients, *self.state.values())]
-        is_cuda = lists[0][0].is_cuda
+        values, slopes, means, squares = (
+            [kind[name] for name in names] for kind in (parameters, gradients, self.state["mean"], self.state["square"])
+        )
+        is_cuda = values[0].is_cuda
         adamw(
-            *lists,
+            values,
+            slopes,
+            means,
+            squares,
             [],
             [self._counts[name] for name in names],
             fused=is_cuda,

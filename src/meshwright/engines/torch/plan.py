@@ -153,7 +153,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 def _prepare_block(block: Any, run: Run, *, compiled: bool) -> None:
     if run.train.remat != "none":
         contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-        more = {"context_fn": contexts} if run.train.remat == "products" else {}
+        more: dict[str, Any] = {"context_fn": contexts} if run.train.remat == "products" else {}
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=run.model.dropout > 0, **more
         )

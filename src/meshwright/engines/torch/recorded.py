@@ -4,7 +4,7 @@ A layer is a dozen kernels, which a small micro-batch keeps busy for less time t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ class Recorded:
             self._recordings[key] = self._record(rows, tokens)
         recording = self._recordings[key]
         for place, x in zip(recording.rows, rows, strict=True):
-            if place is not None:
+            if place is not None and x is not None:
                 place.copy_(x)
         recording.tokens.copy_(tokens)
         recording.graph.replay()
@@ -53,7 +53,8 @@ class Recorded:
         return recording.loss
 
     def _record(self, rows: Rows, tokens: torch.Tensor) -> _Recording:
-        rows, tokens = Rows(*(None if x is None else x.clone() for x in rows)), tokens.clone()
+        places: list[Any] = [None if x is None else x.clone() for x in rows]
+        rows, tokens = Rows(*places), tokens.clone()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
