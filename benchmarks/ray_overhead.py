@@ -2,16 +2,18 @@
 
     python benchmarks/ray_overhead.py            writes results/ray_overhead.json; takes some twenty minutes
 
-1. Step time of two CPU workers under Ray Train (`launch.kind = "ray"`) beside the same two processes bare
+1. Step time of CPU workers under Ray Train (`launch.kind = "ray"`) beside the same processes bare
    (`launch.kind = "processes"`), for steps of about 100 and 300 ms. The two ways take turns; each turn is a command of
-   its own, and no Ray runs while the bare one does. The aim is under 1%.
+   its own, and no Ray runs while the bare one does. Once two workers keep all cores of a small machine at work, from
+   which Ray's own processes then take their time; and once one worker computes in one thread, which leaves a core to
+   spare, as machines with accelerators have. The aim is under 1%.
 2. Seconds from the command to the first step's record: bare, with a cluster that the command starts, and on one that
    runs already.
 3. Seconds from a kill -9 of a worker to the first new step's record, of worker 1 and of worker 0, which the others join
    at. The aim is under 15 s.
 
 The data is prepared before; each command compiles its programs anew. A median hides what disturbs few steps, so the
-mean stands beside it. On a machine of two cores, Ray's own processes take their time from the workers'.
+mean stands beside it.
 """
 
 import argparse
@@ -52,6 +54,10 @@ kind = "processes"
 workers = 2
 devices_per_worker = 1
 """
+SETTINGS: dict[str, dict[str, Any]] = {
+    "two workers": {"workers": 2, "environment": {}},
+    "one worker of one thread": {"workers": 1, "environment": {"PJRT_NPROC": "1"}},
+}
 WAYS = {"bare": "processes", "ray": "ray"}
 FIRST_SIZE = 16
 WARM_UP = 5
@@ -65,9 +71,10 @@ class Command:
         folder: where `run.toml` is.
         name: of the run.
         overrides: of the run file.
+        environment: what is added to this process's.
     """
 
-    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
+    def __init__(self, folder: Path, name: str, *overrides: str, environment: dict[str, str] | None = None) -> None:
         self.directory = folder / "runs" / name
         self._output = folder / f"{name}.out"
         self.started = time.perf_counter()
@@ -75,7 +82,7 @@ class Command:
             self._process = subprocess.Popen(
                 [*MAIN, "train", "run.toml", f"name={name}", *overrides],
                 cwd=folder,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -123,34 +130,40 @@ class Command:
         return int(re.findall(r"(?m)^--- .*, process (\d+)$", log)[-1])
 
 
-def steps_of(folder: Path, name: str, way: str, size: int, steps: int) -> tuple[float, list[float]]:
+def steps_of(folder: Path, setting: str, name: str, way: str, size: int, steps: int) -> tuple[float, list[float]]:
     """Seconds to the first step, and of each step but the first ones."""
-    overrides = [f"launch.kind={WAYS[way]}", f"train.batch_size={size}", f"train.steps={steps}"]
-    with Command(folder, name, *overrides) as command:
+    given = SETTINGS[setting]
+    overrides = [f"launch.kind={WAYS[way]}", f"launch.workers={given['workers']}"]
+    overrides += [f"train.batch_size={size}", f"train.steps={steps}"]
+    name = f"{name}-{given['workers']}"
+    with Command(folder, name, *overrides, environment=given["environment"]) as command:
         first = command.wait_for(lambda: command.starts() > 0) - command.started
         command.end()
         times = [record["step_seconds"] for record in command.records() if "step_seconds" in record]
     return first, times[WARM_UP:-1]  # the last is read without another behind it
 
 
-def size_for(folder: Path, seconds: float, steps: int) -> int:
+def size_for(folder: Path, setting: str, seconds: float, steps: int) -> int:
     """The batch size whose steps take about so long, bare."""
-    _, times = steps_of(folder, f"size-{seconds}", "bare", FIRST_SIZE, steps)
+    _, times = steps_of(folder, setting, f"size-{seconds}", "bare", FIRST_SIZE, steps)
     return max(2 * round(FIRST_SIZE * seconds / statistics.median(times) / 2), 2)
 
 
-def beside_each_other(folder: Path, seconds: float, rounds: int, steps: int) -> dict[str, Any]:
+def beside_each_other(folder: Path, setting: str, seconds: float, rounds: int, steps: int) -> dict[str, Any]:
     """Step times of both ways, in turns."""
-    size = size_for(folder, seconds, steps)
+    size = size_for(folder, setting, seconds, steps)
     times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     firsts: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds):
         ways = list(WAYS) if number % 2 == 0 else list(WAYS)[::-1]
         for way in ways:
-            first, found = steps_of(folder, f"{way}-{seconds}-{number}", way, size, steps)
+            first, found = steps_of(folder, setting, f"{way}-{seconds}-{number}", way, size, steps)
             firsts[way].append(first)
             times[way].append(found)
-            print(f"{seconds} s, {way}: {statistics.median(found):.4f} s a step, first after {first:.1f} s", flush=True)
+            print(
+                f"{setting}, {seconds} s, {way}: {statistics.median(found):.4f} s a step, first after {first:.1f} s",
+                flush=True,
+            )
     figures: dict[str, Any] = {"batch_size": size, "steps": steps - 2 - WARM_UP}
     for way in WAYS:
         figures[way] = {"to_first_step_s": summary(firsts[way])}
@@ -223,8 +236,13 @@ def main() -> None:
         (folder / "run.toml").write_text(RUN_FILE)
         subprocess.run([*MAIN, "prepare", "run.toml"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         steps = {
-            f"{seconds:g}": beside_each_other(folder, seconds, arguments.rounds, round(arguments.seconds / seconds))
-            for seconds in arguments.targets
+            setting: {
+                f"{seconds:g}": beside_each_other(
+                    folder, setting, seconds, arguments.rounds, round(arguments.seconds / seconds)
+                )
+                for seconds in arguments.targets
+            }
+            for setting in SETTINGS
         }
         with running_cluster() as address:
             running = first_step_on(folder, address, arguments.starts)

@@ -4,6 +4,7 @@ A test checks that the file is current.
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,31 @@ def gpu_torch(results: dict[str, Any]) -> str:
     return table(["rows x tokens", "", "a step, ms", "tokens/s", "MFU", "peak memory, GiB"], rows)
 
 
+def ray_overhead(results: dict[str, Any]) -> str:
+    """Steps under Ray beside bare ones, and what starting takes."""
+    steps, starts = [], []
+    for setting, targets in results["steps_of_s"].items():
+        for figures in targets.values():
+            bare, ray = (figures[way]["median_step_s"]["median"] * 1e3 for way in ("bare", "ray"))
+            cost = figures["overhead_of_medians"]
+            low, high = min(cost["of"]), max(cost["of"])
+            steps.append([setting, f"{bare:.1f}", f"{ray:.1f}", f"{cost['median']:+.1%} ({low:+.1%} to {high:+.1%})"])
+    for way, name in (("bare", "command to first step, bare"), ("ray", "... and a cluster that the command starts")):
+        found = [
+            t
+            for setting in results["steps_of_s"].values()
+            for f in setting.values()
+            for t in f[way]["to_first_step_s"]["of"]
+        ]
+        starts.append([name, f"{statistics.median(found):.1f}"])
+    running = results["to_first_step_on_a_running_cluster_s"]["median"]
+    starts.append(["... and a cluster that runs", f"{running:.1f}"])
+    for worker, found in results["kill_to_first_new_step_s"].items():
+        starts.append([f"kill of {worker.replace('_', ' ')} to the first new step", f"{found['median']:.1f}"])
+    columns = ["", "a step, bare, ms", "under Ray, ms", "difference: median (least to most of the rounds)"]
+    return f"{table(columns, steps)}\n\n{table(['', 's'], starts)}"
+
+
 def _facts(results: dict[str, Any]) -> str:
     m = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
@@ -189,6 +215,7 @@ MAKERS = (
     loader,
     host_overhead,
     decode,
+    ray_overhead,
     start,
 )
 """In the order of the page."""

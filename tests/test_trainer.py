@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,66 @@ def test_a_trace_of_some_steps():
     assert losses("runs/with")[3] == losses("runs/without")[3]
 
 
-def test_a_trace_that_a_stop_cuts_short_is_whole(monkeypatch):
-    run = make(train={"steps": 6, "on_nonfinite": "stop"}, profile={"steps": [2, 50]})
-    train(run)
+def test_a_trace_that_is_cut_short_is_whole(monkeypatch):
+    from meshwright.engines.jax.engine import JaxEngine
+
+    step, done = JaxEngine.train_step, []
+
+    def fail_at_the_fourth(engine, *arguments):
+        done.append(step)
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        return step(engine, *arguments)
+
+    monkeypatch.setattr(JaxEngine, "train_step", fail_at_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        train(make(train={"steps": 6}, profile={"steps": [2, 50]}))
     assert list(Path("runs/tiny/profile").rglob("perfetto_trace.json.gz"))
+
+
+def test_a_trace_of_steps_that_never_come_is_refused():
+    with pytest.raises(UserError, match=r"profile\.steps"):
+        make(train={"steps": 6}, profile={"steps": [7, 8]})
+
+
+def test_all_processes_wait_around_a_trace():
+    from contextlib import nullcontext
+    from functools import partial
+
+    from meshwright.profiling import Profile
+
+    for folder in (Path("profile"), None):
+        waits: list[int] = []
+        run = make(train={"steps": 6}, profile={"steps": [2, 3]})
+        with Profile(run, lambda _: nullcontext(), folder) as profile:
+            for number in range(1, 7):
+                with profile.of(number, partial(waits.append, number)):
+                    pass
+        assert waits == [2, 3]
+
+
+def test_a_mistake_leaves_the_checkpoint_under_way_whole(monkeypatch):
+    from meshwright.engines.jax.engine import JaxEngine
+
+    save = JaxEngine.save
+
+    def slowly(engine, folder):
+        finish = save(engine, folder)
+        return lambda: (time.sleep(0.5), finish())
+
+    monkeypatch.setattr(JaxEngine, "save", slowly)
+    step, done = JaxEngine.train_step, []
+
+    def fail_at_the_fifth(engine, *arguments):
+        done.append(step)
+        if len(done) == 5:
+            raise ValueError("on purpose")
+        return step(engine, *arguments)
+
+    monkeypatch.setattr(JaxEngine, "train_step", fail_at_the_fifth)
+    with pytest.raises(ValueError, match="on purpose"):
+        train(make(train={"steps": 8}, checkpoint={"every": 4}))
+    assert [path.name for path in Path("runs/tiny/checkpoints").iterdir()] == ["step_00000004"]
 
 
 def test_mfu_where_the_peak_is_known(monkeypatch):

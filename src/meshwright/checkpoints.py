@@ -11,6 +11,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,14 @@ class Checkpoints:
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """Wait until the checkpoint under way is committed, whatever has ended training."""
+        with suppress(Exception) if error else nullcontext():  # what came first is what counts
+            self.wait()
 
     def committed(self) -> list[Checkpoint]:
         """Every committed one, oldest first; folders without a readable manifest are passed over."""

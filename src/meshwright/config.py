@@ -199,7 +199,7 @@ class TrainSection(Section):
     deterministic: bool = False
     """Whether one GPU gives the same losses to the last bit in each run, and after a resume. CPUs always do."""
     compile_cache: str = "auto"
-    """Folder of compiled programs, for the next start; `auto`: in the user's cache, for GPUs and TPUs; or `off`."""
+    """Folder of compiled programs, for the next start; `auto`: the user's cache, if one process has GPUs; or `off`."""
 
 
 class CheckpointSection(Section):
@@ -302,6 +302,10 @@ class Run(Section):
             raise ValueError(
                 f'engine = "{self.engine}": has no model of model_type {kind!r}, as the config.json says, which is of '
                 'none of Meshwright\'s own families; set engine = "torch"'
+            )
+        if self.profile.steps and self.profile.steps[0] > t.steps:
+            raise ValueError(
+                f"profile.steps = {self.profile.steps} must not begin after train.steps = {t.steps}; name earlier steps"
             )
         self._check_mesh()
         self._check_stream()

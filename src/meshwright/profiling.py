@@ -18,9 +18,7 @@ class Profile(ExitStack):
 
     def __init__(self, run: Run, trace: Callable[[Path], AbstractContextManager], folder: Path | None):
         super().__init__()
-        self._steps = (
-            range(run.profile.steps[0], run.profile.steps[1] + 1) if folder and run.profile.steps else range(0)
-        )
+        self._steps = range(run.profile.steps[0], run.profile.steps[1] + 1) if run.profile.steps else range(0)
         self._trace, self._folder, self._running = trace, folder, False
 
     @contextmanager
@@ -29,11 +27,13 @@ class Profile(ExitStack):
 
         Arguments:
             step: its number.
-            finish: waits until the device has done all steps dispatched.
+            finish: waits until the device has done all steps dispatched. All processes do, those that write no trace
+                too: what a step says of the others must reach them at the same step.
         """
-        if step in self._steps and not self._running and self._folder is not None:
+        if step in self._steps and not self._running:
             finish()
-            self.enter_context(self._trace(self._folder))
+            if self._folder is not None:
+                self.enter_context(self._trace(self._folder))
             self._running = True
         yield
         if self._running and step == self._steps[-1]:

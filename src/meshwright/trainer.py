@@ -97,6 +97,8 @@ def train(
             on_committed=on_committed,
             reader=mirror,
         )
+        if group.size == 1:  # else a process that is gone would be waited for
+            closing.enter_context(checkpoints)
         checkpoints.sweep()
         started_as = with_start(run, corpus, checkpoints, trackers.note, group)
         engine = make_engine(started_as, spec)

@@ -34,7 +34,7 @@ def train(engine: JaxEngine, steps: range) -> list[float]:
 @pytest.mark.parametrize("has_room", [False, True])
 def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch, has_room):
     # CPUs don't say what memory they have, so that there is never room for a copy.
-    monkeypatch.setattr(checkpoint, "fits_twice", lambda arrays: has_room)
+    monkeypatch.setattr("meshwright.engines.jax.engine.fits_twice", lambda *_: has_room)
     engine = make_engine()
     train(engine, range(3))
     finish = engine.save(tmp_path)
@@ -50,15 +50,31 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch, 
 
 @pytest.mark.parametrize("has_room", [False, True])
 def test_what_goes_wrong_is_told_at_the_end(tmp_path: Path, monkeypatch, has_room):
-    monkeypatch.setattr(checkpoint, "fits_twice", lambda arrays: has_room)
+    monkeypatch.setattr("meshwright.engines.jax.engine.fits_twice", lambda *_: has_room)
     (tmp_path / "state").write_text("in the way")
     with pytest.raises(Exception, match="state"):
         make_engine().save(tmp_path)()
 
 
+def test_without_room_after_all_training_waits(tmp_path: Path, monkeypatch):
+    def full(arrays):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr("meshwright.engines.jax.engine.fits_twice", lambda *_: True)
+    monkeypatch.setattr(checkpoint, "_copies", full)
+    engine = make_engine()
+    engine.save(tmp_path)()
+    again = make_engine()
+    again.restore(tmp_path)
+    assert train(again, range(2)) == train(engine, range(2))
+
+
 def test_room_for_a_copy_is_what_was_never_used(monkeypatch):
-    array = jax.numpy.zeros(1000, jax.numpy.float32)
-    assert not checkpoint.fits_twice({"a": array})  # a CPU doesn't say
+    engine = make_engine()
+    state, plan = engine._state, engine._program.state
+    assert not checkpoint.fits_twice(state, plan)  # a CPU doesn't say
+    array = next(iter(checkpoint._flatten(checkpoint._trained(state, plan)).values()))
+    monkeypatch.setattr(checkpoint, "_flatten", lambda state: {"a": array})
 
     class Card:
         def __init__(self, limit: int):
@@ -73,4 +89,4 @@ def test_room_for_a_copy_is_what_was_never_used(monkeypatch):
     for limit, fits in ((14_000, False), (20_000, True)):
         Shard.device = Card(limit)
         monkeypatch.setattr(type(array), "addressable_shards", [Shard], raising=False)
-        assert checkpoint.fits_twice({"a": array, "order": np.arange(3)}) is fits
+        assert checkpoint.fits_twice(state, plan) is fits

@@ -25,7 +25,16 @@ def test_known_devices(kind, tflops):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cpu", "NVIDIA L40S", "NVIDIA GB200X", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10", "TPU v4 lite", ""],
+    [
+        "cpu",
+        "NVIDIA L40S",
+        "NVIDIA GB200X",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A10",
+        "TPU v4 lite",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "",
+    ],
 )
 def test_of_a_device_not_known_no_peak_is_claimed(kind):
     assert peak_flops(kind) is None

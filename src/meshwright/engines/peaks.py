@@ -26,6 +26,8 @@ def peak_flops(device_kind: str) -> float | None:
     Arguments:
         device_kind: as `jax.Device.device_kind` has it, such as `NVIDIA H100 80GB HBM3`.
     """
+    if "MIG" in device_kind:  # a part of a card
+        return None
     for pattern, tflops in _TFLOPS.items():
         if re.search(pattern, device_kind):
             return tflops * 1e12

@@ -33,7 +33,7 @@ _GONE_SECONDS = 5.0
 _ELASTIC_START_SECONDS = 10.0
 # What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
 _KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-_PASSED = {"jax": ("JAX_", "XLA_FLAGS"), "torch": ("GLOO_", "NCCL_", "TORCH_")}
+_PASSED = {"jax": ("JAX_", "PJRT_", "XLA_FLAGS", "MESHWRIGHT_"), "torch": ("MESHWRIGHT_", "GLOO_", "NCCL_", "TORCH_")}
 _SNAPSHOTS = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
@@ -79,23 +79,30 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
                 return outcome
 
 
-def worker_environment(platform: str, directory: Path, engine: str = "jax") -> dict[str, str]:
+def worker_environment(platform: str, directory: Path, engine: str = "jax", *, shared: bool = True) -> dict[str, str]:
     """What a worker's environment must say.
 
     Arguments:
         platform: `cpu`, `gpu` or `tpu`.
         directory: of the run.
         engine: `jax` or `torch`.
+        shared: whether the workers share the directory.
     """
+    memory = {} if os.environ.get("MESHWRIGHT_MALLOC") == "default" else _KEEP_FREED_MEMORY
     passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[engine])}
     own = {"PYTHONUNBUFFERED": "1", **package_path()}
     if engine == "torch":
         # Without a card of its own a worker may see those of its node.
-        return {**passed, **own, **({"CUDA_VISIBLE_DEVICES": "", **_KEEP_FREED_MEMORY} if platform == "cpu" else {})}
+        return {**passed, **own, **({"CUDA_VISIBLE_DEVICES": "", **memory} if platform == "cpu" else {})}
     # Workers that start again needn't compile again. What is compiled for one CPU may not run on another.
-    compiled = {} if platform == "cpu" else {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
+    # Each of them must find what the others find, so it isn't for folders that they don't share.
+    compiled = (
+        {}
+        if platform == "cpu" or not shared
+        else {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
+    )
     if platform == "cpu":
-        own |= {"JAX_PLATFORMS": "cpu", **_KEEP_FREED_MEMORY}
+        own |= {"JAX_PLATFORMS": "cpu", **memory}
     if platform == "gpu":
         own["LD_LIBRARY_PATH"] = ""  # a system's CUDA would be taken in place of the one that JAX came with
     return {**compiled, **passed, **own}
@@ -104,7 +111,9 @@ def worker_environment(platform: str, directory: Path, engine: str = "jax") -> d
 def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
 
-    directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
+    directory, shared = mark.parent, not is_remote(run.run_dir)
+    name = mark.name if shared else ""
+    environment = worker_environment(scale.platform, directory, run.engine, shared=shared)
     task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
     return _trainer_of(run, scale)(
         _Call(train_worker, task),
@@ -114,7 +123,7 @@ def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts
             storage_path=str(directory.parent),
             failure_config=FailureConfig(max_failures=run.launch.max_failures),
             callbacks=[_tell_of_failures(desk, run.launch.max_failures)],
-            worker_runtime_env={"env_vars": {JOB: job, **worker_environment(scale.platform, directory, run.engine)}},
+            worker_runtime_env={"env_vars": {JOB: job, **environment}},
         ),
     )
 

@@ -9,7 +9,7 @@ Shapes: N rows (tokens), D or F their width, V scores of a token, P parts.
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,14 +28,24 @@ GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 _ELEMENTS, _WARPS = 2048, 4  # of a block, and what works on it: 16 elements a thread
 _WIDEST = 16_384
+_LEAST_CAPABILITY = 8.0  # XLA refuses to compile Triton's kernels for older cards
 _ROWS_OF_A_PROGRAM = 32
 _SCORES, _SCORES_WARPS = 4096, 8
 
 
 def applies(x: jax.Array) -> bool:
     """Whether the kernels here may be used for rows like these: `[B, ..., D]`, on this device and in this layout."""
-    there = triton is not None and jax.default_backend() == "gpu"
-    return there and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
+    return _is_compiled_here() and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
+
+
+@cache
+def _is_compiled_here() -> bool:
+    if triton is None or jax.default_backend() != "gpu":
+        return False
+    try:
+        return float(jax.local_devices()[0].compute_capability) >= _LEAST_CAPABILITY
+    except ValueError:  # AMD's have names
+        return False
 
 
 def norm_backward(

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 
 import torch
 from families import theirs
-from torch_jobs import FAMILIES, Layout, batch, make_engine, make_run, train
+from torch_jobs import FAMILIES, MORE, Layout, batch, make_engine, make_run, train
 
 from meshwright.engines.torch.attention import attention
 from meshwright.engines.torch.loss import cross_entropy_sum
@@ -40,6 +40,29 @@ def test_recomputation_changes_nothing_but_the_work(checkpoint, plain, remat, no
     losses = [float(engine.train_step(batch(step))["loss"]) for step in range(3)]
     assert losses == plain["loss"][:3].tolist()
     assert len(calls) == 3 * 2 * norms  # steps, micro-batches
+
+
+def test_routers_are_heard_once_where_experts_are_computed_again(tmp_path):
+    kind, keys = MORE["mixtral"]
+    theirs(kind, **keys).save_pretrained(tmp_path)
+    found = [train(make_run(tmp_path, Layout({}, 2), train={"remat": remat}))[1]["loss"] for remat in ("none", "full")]
+    np.testing.assert_array_equal(*found)
+    spec = make_run(tmp_path, Layout({}, 2)).model.spec
+    assert spec.experts and spec.balance_loss > 0
+
+
+def test_a_gradient_is_scaled_exactly_in_bfloat16():
+    torch.manual_seed(0)
+    x, kernel = (torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((64, 16), (32, 16)))
+    targets, weights = torch.randint(32, (64,)), torch.ones(64)
+    whole, scaled = (
+        torch.autograd.grad(cross_entropy_sum(x, kernel, targets, weights, chunk=64) / by, (x, kernel))
+        for by in (torch.tensor(1.0), torch.tensor(3000.0))
+    )
+    assert scaled[0].dtype == torch.bfloat16
+    for one, other in zip(whole, scaled, strict=True):
+        ratio = (one.double() / other.double()).nanmean()
+        assert abs(ratio / 3000 - 1) < 3e-4  # a rounded 1 / 3000 is off by 1.4e-3
 
 
 def test_bfloat16_is_computed_in_and_float32_is_kept(checkpoint, plain):

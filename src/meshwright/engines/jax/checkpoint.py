@@ -27,7 +27,9 @@ _ORDER = "order_of_layers"
 _MARGIN = 1.25  # of room for a copy: free memory lies in pieces
 
 
-def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool = False) -> Callable[[], None]:
+def save_state(
+    folder: Path, state: TrainState, plan: StatePlan, *, apart: bool = False, twice: bool = False
+) -> Callable[[], None]:
     """Copy the state, then write it in the background.
 
     An accelerator copies its own memory a hundred times as fast as it sends it to the host: where one process has room
@@ -39,13 +41,14 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool 
         plan: the state's.
         apart: whether each process has a folder of its own. The files of all of them, put into one folder, are the
             state then; of a name that several have, any one will do.
+        twice: whether the devices have room for a copy (`fits_twice`).
 
     Returns:
         A function that waits until the files are on disk, those of the other processes too, and raises what went wrong.
     """
     arrays = {**_flatten(_trained(state, plan)), _ORDER: _order(plan)}
-    if jax.process_count() == 1 and fits_twice(arrays):
-        return _write_in_thread(folder, _copied(arrays))
+    if twice and (copies := _copied(arrays)):
+        return _write_in_thread(folder, copies)
     # OCDBT's files of all processes must be merged, in one folder; without it each shard is a file.
     alone = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
     alone = alone if apart and jax.process_count() > 1 else {}
@@ -59,12 +62,19 @@ def save_state(folder: Path, state: TrainState, plan: StatePlan, *, apart: bool 
     return finish
 
 
-def fits_twice(arrays: dict[str, Any]) -> bool:
-    """Whether each device has room for a second copy of its share of some arrays, beside all that it ever held."""
+def fits_twice(state: TrainState, plan: StatePlan) -> bool:
+    """Whether one process has all, and each device has room for a second copy of its share of what is trained, beside
+    all that it ever held.
+
+    Arguments:
+        state: of a run that has trained; no copy of it has been made yet.
+        plan: the state's.
+    """
     needed: Counter[jax.Device] = Counter()
-    for leaf in arrays.values():
-        if isinstance(leaf, jax.Array):
-            needed.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    for leaf in _flatten(_trained(state, plan)).values():
+        needed.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    if jax.process_count() > 1:
+        return False
     for device, size in needed.items():
         memory = device.memory_stats() or {}
         if not memory.get("bytes_limit") or _MARGIN * size > memory["bytes_limit"] - memory["peak_bytes_in_use"]:
@@ -72,10 +82,16 @@ def fits_twice(arrays: dict[str, Any]) -> bool:
     return True
 
 
-def _copied(arrays: dict[str, Any]) -> dict[str, Any]:
+def _copied(arrays: dict[str, Any]) -> dict[str, Any] | None:
+    """None: there was no room after all."""
     on_devices = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, jax.Array)}
     lie = {name: leaf.sharding for name, leaf in on_devices.items()}
-    return arrays | jax.jit(_copies, out_shardings=lie)(on_devices)
+    try:
+        return arrays | jax.block_until_ready(jax.jit(_copies, out_shardings=lie)(on_devices))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
 
 
 def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ import optax
 from meshwright.config import Run
 from meshwright.data.examples import Batch
 from meshwright.engines.base import Sampling
-from meshwright.engines.jax.checkpoint import restore_state, save_state
+from meshwright.engines.jax.checkpoint import fits_twice, restore_state, save_state
 from meshwright.engines.jax.decode import Generator
 from meshwright.engines.jax.estimate import flops_per_token
 from meshwright.engines.jax.hf import HostParameters, logits_of, make_logits
@@ -84,6 +84,7 @@ class JaxEngine:
             two = np.asarray(program.base_fingerprint(self._state.params))
             self.identity["lora (fingerprint of the base)"] = "".join(f"{number:08x}" for number in two)
         self._generator = Generator(program)
+        self._fits_twice: bool | None = None
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
@@ -106,7 +107,10 @@ class JaxEngine:
 
     def save(self, folder: Path) -> Callable[[], None]:
         """See `Engine.save`."""
-        return save_state(folder, self._state, self._program.state, apart=is_remote(self._program.run.run_dir))
+        plan, apart = self._program.state, is_remote(self._program.run.run_dir)
+        if self._fits_twice is None:
+            self._fits_twice = fits_twice(self._state, plan)
+        return save_state(folder, self._state, plan, apart=apart, twice=self._fits_twice)
 
     def restore(self, folder: Path) -> None:
         """See `Engine.restore`."""

@@ -18,6 +18,7 @@ from meshwright.models import kernels
 from meshwright.models.gradients import capped, settled
 from meshwright.models.layout import Layout, layout, use_layout
 
+_ROUND = 128  # chunks of tokens are a multiple of it
 _COLUMNS = 128  # of which a GPU's matrix units want a multiple
 
 
@@ -106,11 +107,17 @@ def cross_entropy_sum(
         softcap: bound c of the scores, as c tanh(score / c); 0: none.
     """
     targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
-    chunk = min(chunk, x_ND.shape[0])
+    chunk = _even_chunk(x_ND.shape[0], chunk)
     missing = -x_ND.shape[0] % chunk  # filled up with tokens of weight 0
     x_ND = jnp.pad(x_ND, ((0, missing), (0, 0)))
     targets_N, weights_N = (jnp.pad(part, (0, missing)) for part in (targets_N, weights_N))
     return _total(x_ND, head, targets_N, weights_N, chunk, vocab, softcap)
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """Of the size of chunks: as few as may be, and alike, so that little is filled up."""
+    each = -(-tokens // -(-tokens // most))
+    return each if each < _ROUND else -(-each // _ROUND) * _ROUND
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

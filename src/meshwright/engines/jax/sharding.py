@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshwright.engines.jax.experts import expert_parallel
 from meshwright.engines.jax.manual import manual
@@ -180,7 +180,9 @@ class MeshLayout(Layout):
         rows, heads = ACTIVATIONS["batch"], ACTIVATIONS["heads"]
         many = math.prod(self._sizes[axis] for axis in rows)
         arguments = q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring
-        if q_BTHC.shape[0] % many or not flash.applies(*arguments):
+        free = set(self._sizes) - {*rows, *heads} - _manual_axes()
+        cut_otherwise = any(self._sizes[axis] > 1 for axis in free)
+        if q_BTHC.shape[0] % many or cut_otherwise or not flash.applies(*arguments):
             return super().attention(*arguments)
         return self._fused_attention(rows, heads, *arguments)
 
@@ -202,7 +204,7 @@ class MeshLayout(Layout):
             return whole_attention(q, k, v, whole, window, scoring)
 
         # In a region that leaves an axis to XLA, even one of size 1, XLA crashes on cuDNN's calls.
-        rows = (*rows, *(axis for axis, size in self._sizes.items() if size == 1 and axis not in (*rows, *heads)))
+        rows = (*rows, *sorted(set(self._sizes) - {*rows, *heads} - _manual_axes()))
         spec = PartitionSpec(rows, None, heads)
         segments: tuple[jax.Array, ...] = ()
         if segments_BT is not None:
@@ -235,6 +237,12 @@ class MeshLayout(Layout):
             return f(*arrays)
         spec = PartitionSpec(axes)
         return manual(f, (spec,) * len(arrays), spec, axes)(*arrays)
+
+
+def _manual_axes() -> set[str]:
+    """Of the mesh, those that the function that is traced is cut along by hand."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -28,6 +28,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 _FOLDER = "state"
 _STEP = "step"
+_MARGIN = 1.5  # of room for a copy: what comes beside it may need some, too
 
 
 def save_state(folder: Path, placed: Placed, optimizer: Optimizer) -> Callable[[], None]:
@@ -48,7 +49,7 @@ def save_state(folder: Path, placed: Placed, optimizer: Optimizer) -> Callable[[
     future: Any = dcp.async_save(
         state,
         storage_writer=writer,
-        process_group=placed.mesh.host_group,
+        process_group=placed.mesh.save_group,
         async_stager=BlockingAsyncStager(cache_staged_state_dict=False),
     )
     return partial(_wait, future)
@@ -72,7 +73,12 @@ def restore_state(folder: Path, placed: Placed, optimizer: Optimizer | None, *, 
     if base:
         wanted = {f"model.{name}": placed.tensors[name].detach() for name in placed.names.theirs}
     _check(folder, wanted, reader.read_metadata().state_dict_metadata)
-    read: dict[str, Any] = {name: _like(tensor) for name, tensor in wanted.items()}
+    try:
+        read: dict[str, Any] = {name: _like(tensor) for name, tensor in wanted.items()}
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{folder}: to take it up, each card needs room for its share twice, and one hasn't; raise mesh.fsdp"
+        ) from None
     read[_STEP] = torch.tensor(0)
     group, alone = placed.mesh.host_group, placed.mesh.mesh is None
     with _as_exceptions():
@@ -102,6 +108,8 @@ def _laid_as(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):  # on the host, where it needs no room beside the state that is there
+        return torch.empty_like(tensor, device="cpu")
     return _laid_as(tensor, torch.empty_like(own(tensor)))
 
 
@@ -120,9 +128,9 @@ def _check(folder: Path, wanted: dict[str, torch.Tensor], stored: dict[str, Any]
 def _in_thread(state: dict[str, torch.Tensor], writer: Any) -> Callable[[], None]:
     # A card copies its own memory a hundred times as fast as it sends it to the host: where there is room, training
     # waits for that alone.
-    on_card = _fits_twice(state)
-    copies = {name: tensor.clone() if on_card else tensor.to("cpu", copy=True) for name, tensor in state.items()}
-    made = torch.cuda.current_stream().record_event() if on_card else None
+    copies = _copied_on_card(state)
+    made = torch.cuda.current_stream().record_event() if copies else None
+    copies = copies or {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
     def write() -> None:
         if made is None:
@@ -141,11 +149,15 @@ def _in_thread(state: dict[str, torch.Tensor], writer: Any) -> Callable[[], None
     return partial(_wait, future)
 
 
-def _fits_twice(state: dict[str, torch.Tensor]) -> bool:
-    if not any(tensor.is_cuda for tensor in state.values()):
-        return False
-    needed = sum(tensor.nbytes for tensor in state.values())
-    return needed < torch.cuda.mem_get_info()[0]
+def _copied_on_card(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Nothing: there is no card, or no room for a copy."""
+    needed = sum(tensor.nbytes for tensor in state.values() if tensor.is_cuda)
+    if not needed or _MARGIN * needed > torch.cuda.mem_get_info()[0]:
+        return {}
+    try:
+        return {name: tensor.clone() for name, tensor in state.items()}
+    except torch.OutOfMemoryError:
+        return {}
 
 
 def _wait(future: Any) -> None:

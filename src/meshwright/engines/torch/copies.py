@@ -26,9 +26,14 @@ class Copies:
             self._copies[name] = parameter
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over what is stored."""
-        torch._foreach_copy_(list(self._copies.values()), list(self.stored.values()))
+    def refresh(self, *, trained_alone: bool) -> None:
+        """Take over what is stored.
+
+        Arguments:
+            trained_alone: leave out what isn't trained.
+        """
+        names = [name for name, parameter in self.stored.items() if parameter.requires_grad or not trained_alone]
+        torch._foreach_copy_([self._copies[name] for name in names], [self.stored[name] for name in names])
 
     def taken(self) -> dict[str, torch.Tensor]:
         """The gradients that a backward pass left with the copies, which then have none."""

@@ -1,6 +1,7 @@
 """The PyTorch engine: a model of `transformers`, FSDP2 and tensor parallelism, state that stays on the device."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,10 +94,13 @@ class TorchEngine:
     @contextmanager
     def trace(self, folder: Path) -> Iterator[None]:
         """See `Engine.trace`."""
-        with torch.profiler.profile() as profile:
-            yield
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / "perfetto_trace.json.gz"))
+        profile, own = torch.profiler.profile(), folder / time.strftime("%Y_%m_%d_%H_%M_%S")
+        try:
+            with profile:
+                yield
+        finally:
+            own.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(own / "perfetto_trace.json.gz"))
 
     def is_finite(self) -> bool:
         """See `Engine.is_finite`."""

@@ -54,8 +54,8 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         d_x_ND, d_kernel_VD = ctx.saved_tensors
         scale = gradients[0]
-        d_kernel_VD = None if d_kernel_VD is None else d_kernel_VD * scale.to(d_kernel_VD.dtype)
-        return d_x_ND * scale.to(d_x_ND.dtype), d_kernel_VD, *(None,) * 6
+        d_kernel_VD = None if d_kernel_VD is None else d_kernel_VD * scale
+        return d_x_ND * scale, d_kernel_VD, *(None,) * 6
 
 
 def cross_entropy_sum(

@@ -53,6 +53,8 @@ class LossModel(nn.Module):
 
     def loss(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the token losses, and that with the routers' losses added, whose gradient is wanted."""
+        if self._routers:
+            self._routers.listen()
         x_MTD = self._hidden(rows)
         weights_MT = rows.weights_MT
         first = share(self._spec.vocab_size, self._tensor)[0] if self._tensor else 0

@@ -29,6 +29,8 @@ class TorchMesh:
     """The processes that have other rows of the batch than this one, and the same share of the tensors."""
     host_group: dist.ProcessGroup | None = None
     """All processes, for what lies on the host."""
+    save_group: dist.ProcessGroup | None = None
+    """The same for what is saved in the background, beside which nothing else may be sent."""
     tensor: TensorGroup | None = None
     """The processes that share tensors; None: each has them whole."""
 
@@ -84,11 +86,11 @@ def make_torch_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> Torc
     ranks = np.arange(processes).reshape(-1, sizes["tensor"])
     groups = [dist.new_group(column.tolist()) for column in ranks.T]  # each is made by all
     batch_group = groups[mesh.get_local_rank("tensor")]
-    host_group = dist.new_group(backend="gloo")
+    host_group, save_group = (dist.new_group(backend="gloo") for _ in range(2))
     # Models that Meshwright doesn't know make masks and places of the length that they see.
     cuts_time = spec.family != ANY
     tensor = TensorGroup(mesh.get_group("tensor"), cuts_time=cuts_time) if sizes["tensor"] > 1 else None
-    return TorchMesh(sizes, device, accumulate, mesh, batch_group, host_group, tensor)
+    return TorchMesh(sizes, device, accumulate, mesh, batch_group, host_group, save_group, tensor)
 
 
 def mesh_sizes(run: Run, processes: int) -> dict[str, int]:

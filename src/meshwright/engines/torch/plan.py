@@ -101,10 +101,14 @@ class Placed:
             own(tensor).copy_(torch.from_numpy(initial(name, tuple(tensor.shape), seed)[index]))
         self.changed()
 
-    def changed(self) -> None:
-        """To be called whenever stored tensors have changed: the module computes with them from now on."""
+    def changed(self, *, trained_alone: bool = False) -> None:
+        """To be called whenever stored tensors have changed: the module computes with them from now on.
+
+        Arguments:
+            trained_alone: whether those that aren't trained are as they were.
+        """
         if self.copies:
-            self.copies.refresh()
+            self.copies.refresh(trained_alone=trained_alone)
 
     def mine(self, name: str) -> list[tuple[int, int]]:
         """Which places of each axis this process holds."""
@@ -139,10 +143,13 @@ class Placed:
     @contextmanager
     def used(self) -> Iterator[LossModel]:
         """The module to call without gradients; what was gathered for it is given back."""
-        with torch.no_grad():
-            yield self.module
-        if isinstance(self.module, FSDPModule):
-            self.module.reshard()
+        try:
+            with torch.no_grad():
+                yield self.module
+        finally:
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Recorded:
                 self._copies.taken()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # A checkpoint may be on its way from the card meanwhile, in another thread.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self._pass(rows, tokens)
         return _Recording(graph, rows, tokens, loss, self._copies.taken())

@@ -20,15 +20,19 @@ class RouterLosses:
     """
 
     def __init__(self, model: Any, spec: ModelSpec):
-        self._spec, self._scores_NE = spec, list[torch.Tensor]()
+        self._spec, self._scores_NE, self._listening = spec, list[torch.Tensor](), False
         if spec.balance_loss or spec.router_z_loss:
             for name, module in model.named_modules():
                 if name.endswith(".mlp.gate"):
                     module.register_forward_hook(self._hear)
 
     def _hear(self, _module: Any, _arguments: Any, out: Any) -> None:
-        if torch.is_grad_enabled():
+        if self._listening and torch.is_grad_enabled():
             self._scores_NE.append(out[0])
+
+    def listen(self) -> None:
+        """Hear what is said until `take`; what is computed again for the backward pass comes after that."""
+        self._listening = True
 
     def take(self, weights_MT: torch.Tensor) -> torch.Tensor:
         """The sum over layers and tokens of what was heard since, which is forgotten.
@@ -36,7 +40,7 @@ class RouterLosses:
         Arguments:
             weights_MT: 1 where a token counts.
         """
-        heard, self._scores_NE = self._scores_NE, []
+        heard, self._scores_NE, self._listening = self._scores_NE, [], False
         parts = [self._loss(scores_NE.float().view(*weights_MT.shape, -1), weights_MT) for scores_NE in heard]
         return sum(parts, torch.zeros((), device=weights_MT.device))
 

@@ -58,7 +58,7 @@ class Step:
             optimizer.skip()
         else:
             optimizer.step({name: own(p) for name, p in placed.parameters.items()}, gradients)
-            placed.changed()
+            placed.changed(trained_alone=True)
         for parameter in placed.parameters.values():
             parameter.grad = None
         return values
