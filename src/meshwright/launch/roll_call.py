@@ -216,9 +216,11 @@ def _heard(connection: socket.socket, timeout: float, keys: Set[str]) -> dict[st
     said = b""
     try:
         while not said.endswith(b"\n") and len(said) < _LONGEST:
-            if not (more := connection.recv(65536)):
+            seen = connection.recv(65536, socket.MSG_PEEK)
+            if not seen:
                 return None
-            said += more
+            line, newline, _ = seen.partition(b"\n")  # what is behind it is for later: it may be the other's leave
+            said += connection.recv(len(line) + len(newline))
         message = json.loads(said)
     except (OSError, ValueError):
         return None
