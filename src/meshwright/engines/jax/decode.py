@@ -27,7 +27,7 @@ from meshwright.engines.jax.pipeline import AXIS
 from meshwright.engines.jax.program import OnMesh, Program
 from meshwright.engines.jax.rules import ACTIVATIONS
 from meshwright.engines.jax.sharding import specs_of
-from meshwright.errors import UserError
+from meshwright.engines.prompts import check_prompts
 from meshwright.models.layout import layout, use_layout
 from meshwright.models.stacks import STACKS, unstack
 
@@ -77,7 +77,7 @@ class Generator:
             UserError: a prompt is empty, or a prompt and what is to come exceed the context length.
         """
         context = self._program.spec.context_length
-        longest = _check(prompts, max_tokens, context)
+        longest = check_prompts(prompts, max_tokens, context)
         if max_tokens < 1:
             return
         many = len(prompts)
@@ -126,20 +126,6 @@ class Generator:
         return self._program.compiled(
             _go_on(self._program), ordered=True, static_argnums=6, donate_argnums=1, out_shardings=out
         )
-
-
-def _check(prompts: list[list[int]], max_tokens: int, context: int) -> int:
-    longest = max(len(prompt) for prompt in prompts)
-    if not all(prompts):
-        raise UserError("prompt = '': must hold at least one token; begin with the end-of-text token instead")
-    if longest >= context:
-        raise UserError(f"prompt: its {longest} tokens must be fewer than model.context_length = {context}; shorten it")
-    if longest + max_tokens > context:
-        raise UserError(
-            f"max_tokens = {max_tokens}: prompt ({longest} tokens) and continuation must fit model.context_length = "
-            f"{context}; ask for at most {context - longest}"
-        )
-    return longest
 
 
 def bucket(length: int, context: int) -> int:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from meshwright.engines.base import Sampling
+from meshwright.engines.prompts import check_prompts
 from meshwright.engines.torch.plan import Placed
-from meshwright.errors import UserError
 from meshwright.models.spec import ANY, ModelSpec
 
 
@@ -26,7 +26,7 @@ def generate(
     Raises:
         UserError: a prompt is empty, or a prompt and what is to come exceed the context length.
     """
-    longest = _check(prompts, max_tokens, spec.context_length)
+    longest = check_prompts(prompts, max_tokens, spec.context_length)
     if not placed.module.has_cache:
         yield from _without_cache(placed, spec, prompts, max_tokens, stop, sampling)
         return
@@ -133,17 +133,3 @@ def _decoding(placed: Placed, spec: ModelSpec) -> Iterator[None]:
         config._attn_implementation = before
         if tensor is not None:
             tensor.cuts_time = cuts_time
-
-
-def _check(prompts: list[list[int]], max_tokens: int, context: int) -> int:
-    longest = max(len(prompt) for prompt in prompts)
-    if not all(prompts):
-        raise UserError("prompt = '': must hold at least one token; begin with the end-of-text token instead")
-    if longest >= context:
-        raise UserError(f"prompt: its {longest} tokens must be fewer than model.context_length = {context}; shorten it")
-    if longest + max_tokens > context:
-        raise UserError(
-            f"max_tokens = {max_tokens}: prompt ({longest} tokens) and continuation must fit model.context_length = "
-            f"{context}; ask for at most {context - longest}"
-        )
-    return longest
