@@ -29,6 +29,7 @@ from meshwright.engines.jax.rules import ACTIVATIONS
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.prompts import check_prompts
 from meshwright.models.layout import layout, use_layout
+from meshwright.models.precision import is_multiplied
 from meshwright.models.stacks import STACKS, unstack
 
 _SHORTEST = 64  # prompt and cache lengths are rounded up to this or something larger, so that few shapes are compiled
@@ -139,12 +140,9 @@ def bucket(length: int, context: int) -> int:
 def _prepare(program: Program) -> Callable[[Any], Prepared]:
     """What prepares parameters; a researcher's own are rounded too, unless they have less than two axes in a layer."""
     spec, order_L = program.spec, program.state.order_L
-    # A table whose rows are scaled or added to is read in float32.
-    looked_up = () if spec.positions != "learned" and spec.embedding_scale == 1.0 else ("embedding",)
-    exact = {"router", "position_embedding", *looked_up}
 
     def cast(path: tuple, leaf: jax.Array) -> jax.Array:
-        multiplied = leaf.ndim > 1 and path[-1].key not in exact and jnp.issubdtype(leaf.dtype, jnp.floating)
+        multiplied = is_multiplied(path[-1].key, leaf.ndim, spec) and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(program.dtype) if multiplied else leaf
 
     def prepare(params: Any) -> Prepared:

@@ -21,6 +21,7 @@ from meshwright.models.attention import whole_attention, window_array
 from meshwright.models.gradients import Scoring
 from meshwright.models.layout import Layout
 from meshwright.models.moe import ExpertKernels
+from meshwright.models.precision import is_multiplied
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacks import STACKS
 
@@ -117,11 +118,13 @@ class MeshLayout(Layout):
         spec: the architecture.
         ordered: whether columns lie in the order of their places, along the context axis too: as they do in
             decoding. Otherwise they lie in zig-zag order there.
+        dtype: what products are computed in.
     """
 
-    def __init__(self, run_mesh: RunMesh, spec: ModelSpec, *, ordered: bool = False):
+    def __init__(self, run_mesh: RunMesh, spec: ModelSpec, dtype: Any, *, ordered: bool = False):
         self._sizes = run_mesh.sizes
         self._spec = spec
+        self._dtype = dtype
         self._context = 1 if ordered else run_mesh.sizes["context"]
         self.fuse_linear = run_mesh.sizes["tensor"] == 1
         self.on_mesh = True
@@ -142,16 +145,20 @@ class MeshLayout(Layout):
         if all(self._sizes[axis] == 1 for axis in GATHERED):
             return params
 
-        def one(variable: nnx.Variable) -> nnx.Variable:
+        def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
             axes = variable.get_metadata().get("axes")
-            return variable if axes is None else variable.replace(self.gather_array(variable[...], axes))
+            if axes is None:
+                return variable
+            rounded = is_multiplied(_names(path)[-1], len(axes), self._spec)
+            return variable.replace(self._gather(variable[...], axes, self._dtype if rounded else None))
 
-        return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
-    def gather_array(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter, gathered along the axes in `GATHERED`; its gradient is scattered again."""
+    def _gather(self, x: jax.Array, axes: Axes, dtype: Any) -> jax.Array:
+        """A parameter, gathered along the axes in `GATHERED` in this type; its gradient is scattered again."""
         whole = {axis: 1 if axis in GATHERED else size for axis, size in self._sizes.items()}
-        return _relay(x, _parameter_spec(axes, whole, self._spec), _parameter_spec(axes, self._sizes, self._spec))
+        there, back = (_parameter_spec(axes, sizes, self._spec) for sizes in (whole, self._sizes))
+        return _relay(x, there, back, dtype or x.dtype)
 
     def order_T(self, time: int) -> jax.Array:
         """See `Layout.order_T`."""
@@ -245,16 +252,17 @@ def _manual_axes() -> set[str]:
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _relay(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, there)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _relay(x: jax.Array, there: PartitionSpec, back: PartitionSpec, dtype: Any) -> jax.Array:
+    # The type that it is used in is half as much to send; to round it before or after is the same.
+    return jax.lax.with_sharding_constraint(x.astype(dtype), there).astype(x.dtype)
 
 
-def _relay_forward(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> tuple[jax.Array, None]:
-    return _relay(x, there, back), None
+def _relay_forward(x: jax.Array, there: PartitionSpec, back: PartitionSpec, dtype: Any) -> tuple[jax.Array, None]:
+    return _relay(x, there, back, dtype), None
 
 
-def _relay_backward(there: PartitionSpec, back: PartitionSpec, _: None, dx: jax.Array) -> tuple[jax.Array]:
+def _relay_backward(there: PartitionSpec, back: PartitionSpec, dtype: Any, _: None, dx: jax.Array) -> tuple[jax.Array]:
     # First as it was used: the gradient of a table would else be summed up piece by piece of its width.
     return (jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(dx, there), back),)
 

@@ -1,0 +1,76 @@
+"""What fsdp sends: parameters in the type that they are used in, which changes nothing else."""
+
+import json
+import re
+import sys
+from unittest.mock import patch
+
+import numpy as np
+from virtual import measured_on_eight_devices
+
+from meshwright.config import make_run
+from meshwright.data.examples import Batch
+from meshwright.engines.jax import sharding
+from meshwright.engines.jax.engine import JaxEngine
+
+MODELS = {
+    "gpt2": {"preset": "gpt2-tiny", "layers": 2, "width": 64},
+    "llama": {"preset": "llama-tiny", "layers": 2},
+    "experts": {"preset": "moe-tiny", "layers": 2},
+}
+LAID = re.compile(r"sharding_constraint.*?(?:: |-> )tensor<([0-9x]+)x(f32|bf16)>")
+
+
+def trained(model: dict, mesh: dict) -> tuple[list[float], list[str]]:
+    """Loss and gradient norm of three steps, and the types of what is laid out anew of the shape of a kernel."""
+    sizes = {"vocab_size": 300, "context_length": 32}
+    train = {"batch_size": 16, "sequence_length": 32, "compute_dtype": "bfloat16"}
+    values = {"data": {"train": "none"}, "model": {**model, **sizes}, "mesh": {"data": 1, **mesh}, "train": train}
+    run = make_run(values)
+    engine, found = JaxEngine(run, run.model.spec), []
+    tokens = np.random.default_rng(0).integers(0, 300, (16, 33)).astype(np.int32)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((16, 32), np.float32))
+    for _ in range(3):
+        values = engine.train_step(batch)
+        found += [float(values["loss"]), float(values["grad_norm"])]
+    return found, laid_kernels(engine)
+
+
+def laid_kernels(engine: JaxEngine) -> list[str]:
+    """`shape type` of each matrix of a layer that the train step lays out anew."""
+    program = engine._program
+    step, state = program.train_step, program.state
+    with step._mesh.active():
+        shapes = (state.shapes, step._mesh.abstract_batch(program.run), step._mesh.to_agree_on(0))
+        text = step._jitted.lower(*shapes).as_text()
+    blocks = state.shapes.params["blocks"]
+    kernels = {leaf.shape[1:] for leaf in _leaves(blocks) if len(leaf.shape) > 2}
+    sizes = {"x".join(map(str, shape)) for shape in kernels}
+    return sorted({f"{size} {kind}" for size, kind in LAID.findall(text) if size in sizes})
+
+
+def _leaves(tree: dict) -> list:
+    return [leaf for part in tree.values() for leaf in (_leaves(part) if isinstance(part, dict) else [part])]
+
+
+def measure() -> dict[str, list]:
+    """Of each model, as it is and with everything sent in float32."""
+    mesh, found = {"fsdp": 4, "data": 2}, {}
+    for name, model in MODELS.items():
+        found[name] = trained(model, mesh)
+        with patch.object(sharding, "is_multiplied", lambda *_: False):
+            found[f"{name}, float32"] = trained(model, mesh)
+    return found
+
+
+def test_parameters_travel_in_the_type_that_they_are_used_in_and_losses_stay():
+    found = measured_on_eight_devices(__file__)
+    for name in MODELS:
+        (values, laid), (plain_values, plain_laid) = found[name], found[f"{name}, float32"]
+        assert values == plain_values
+        new = set(laid) - set(plain_laid)
+        assert new and all(entry.endswith("bf16") for entry in new)
+
+
+if __name__ == "__main__":
+    json.dump(measure(), sys.stdout)
