@@ -16,7 +16,7 @@ from flax import nnx
 
 from meshwright.models import rope
 from meshwright.models.attention import Attention, Places
-from meshwright.models.gradients import capped
+from meshwright.models.gradients import capped, look_up
 from meshwright.models.latent import LatentAttention
 from meshwright.models.layers import LayerNorm, Linear, RMSNorm, dropout
 from meshwright.models.layout import layout
@@ -297,7 +297,8 @@ class Decoder(nnx.Module):
         return jnp.array(self.spec.layer_windows, jnp.int32) if self.spec.window else None
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        x_BTD = self.embedding[...][tokens_BT]
+        exact_in = dtype if self.spec.embedding_scale == 1.0 else self.embedding.dtype
+        x_BTD = look_up(self.embedding[...], tokens_BT, exact_in)
         if self.spec.embedding_scale != 1.0:
             x_BTD = self.spec.embedding_scale * x_BTD
         if self.spec.positions == "learned":

@@ -8,13 +8,14 @@ S keys in time, C head width, E width of a head's values, R = G T.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.models import kernels
 from meshwright.models.kernels import GELU_CUBIC, GELU_SCALE
+from meshwright.models.layout import layout
 
 
 def settled(x: jax.Array) -> jax.Array:
@@ -98,6 +99,31 @@ def _gelu_of_sum_backward(kept, dy):
 
 
 gelu_of_sum.defvjp(lambda x, bias_F: (gelu_of_sum(x, bias_F), (x, bias_F)), _gelu_of_sum_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """The rows `tokens` of a table, in its type.
+
+    Arguments:
+        table_VD: float32.
+        tokens: `[...]`.
+        dtype: a type that holds the gradient of the result exactly.
+    """
+    return table_VD[tokens]
+
+
+def _look_up_forward(table_VD, tokens, dtype):
+    return look_up(table_VD, tokens, dtype), (table_VD, tokens)
+
+
+def _look_up_backward(dtype, kept, dx):
+    table_VD, tokens = kept  # just the shape of the former
+    dx, tokens = layout().gather_rows(dx.astype(dtype), tokens, table_VD.shape[0])
+    return jnp.zeros_like(table_VD).at[tokens].add(dx.astype(table_VD.dtype)), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 class Norm(NamedTuple):

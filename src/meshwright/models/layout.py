@@ -43,6 +43,10 @@ class Layout:
         """Parameters of a layer (`nnx.State`), as the layer needs them to compute."""
         return params
 
+    def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The gradient of the rows `tokens` of a table of so many, lying as they are best added up."""
+        return dx, tokens
+
     def order_T(self, time: int) -> jax.Array:
         """Which place in the sequence each column of a batch holds, `[T]`; a layout may keep them in another order."""
         return jnp.arange(time)

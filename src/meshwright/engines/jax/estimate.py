@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshwright.config import Run
 from meshwright.engines.flops import head_widths, training_flops
 from meshwright.engines.jax.mesh import RunMesh, check_mesh, mesh_sizes
+from meshwright.engines.jax.pipeline import does_keep_all
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.jax.state import StatePlan
@@ -307,8 +308,9 @@ def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> 
     A layer works with what it keeps without remat, gradients taking the place of what they are the gradients of, and
     with four times the residual stream, uncut; with dropout also with random numbers, 32 bytes for each weight.
 
-    In a pipeline, where a stage's work is done again in the backward pass, each tick keeps the residual stream alone,
-    and each micro-batch besides, where it goes in and where it comes out; what the layers of one tick keep is work.
+    In a pipeline each tick keeps the residual stream, and each micro-batch besides, where it goes in and where it comes
+    out. Where a stage's work is done again in the backward pass, that is all, and what the layers of one tick keep is
+    work; elsewhere each tick keeps that.
     """
     kept_L = [share.tokens * layer_bytes(one, share, run.train.remat) for one in layer_specs(spec)]
     most = max(layer_bytes(one, share, "none") for one in layer_specs(spec))
@@ -319,7 +321,10 @@ def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> 
         return math.ceil(sum(kept_L)), math.ceil(work)
     ticks = run_mesh.accumulate * run_mesh.rounds + stages - 1
     passed_on = (ticks + 2 * run_mesh.accumulate) * share.tokens * spec.width * share.number
-    return passed_on, math.ceil(sum(kept_L[: _layers_at_a_time(spec, run_mesh)]) + work)
+    of_tick = sum(kept_L[: _layers_at_a_time(spec, run_mesh)])
+    if does_keep_all(run.train.remat, run_mesh.rounds, run.train.scan_layers):
+        return math.ceil(passed_on + ticks * of_tick), math.ceil(work)
+    return passed_on, math.ceil(of_tick + work)
 
 
 def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.models.decoder import REMAT, Decoder, Start
 from meshwright.models.moe import Routing
+from meshwright.models.stacks import unstack
 
 AXIS = "pipeline"
 
@@ -34,10 +35,18 @@ def bubble(stages: int, rounds: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches * rounds + stages - 1)
 
 
+def does_keep_all(remat: str, rounds: int, scan_layers: bool) -> bool:
+    """Whether nothing of a stage's work is computed again; arguments as in `pipelined`."""
+    return remat == "none" and rounds == 1 and not scan_layers
+
+
 def pipelined(
     model: Decoder, starts_A: Start, *, stages: int, rounds: int, scan_layers: bool, remat: str
 ) -> tuple[jax.Array, Routing | None]:
-    """All layers of the model, over all micro-batches; a stage's work is computed again in the backward pass.
+    """All layers of the model, over all micro-batches.
+
+    A stage's work is computed again in the backward pass, unless `remat` is `none`, layers are unrolled, and there is
+    one round: where a stage holds several runs, what is kept of a tick would be a copy of its run's parameters, too.
 
     Arguments:
         model: its blocks lie in `stored_order`.
@@ -54,11 +63,9 @@ def pipelined(
     run = model.spec.layers // (stages * rounds)
     micro_batches = starts_A.x_BTD.shape[0]
     items = micro_batches * rounds
+    keeps_all = does_keep_all(remat, rounds, scan_layers)
 
-    def run_layers(
-        params_R: Any, turn: jax.Array, start: Start, first_layer: jax.Array
-    ) -> tuple[jax.Array, Routing | None]:
-        params = _at(params_R, turn)  # taken in here, so that no tick keeps a copy
+    def run_layers(params: Any, turn: jax.Array, start: Start, first_layer: jax.Array) -> tuple[jax.Array, Any]:
         told_L = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first_layer, run), start.told_L)
         if told_L.dropout_keys_B is not None:
             told_L = told_L._replace(dropout_keys_B=jax.random.wrap_key_data(told_L.dropout_keys_B))
@@ -66,14 +73,25 @@ def pipelined(
         def one(x_BTD: jax.Array, layer: tuple) -> tuple[jax.Array, Routing | None]:
             return apply(layer[0], x_BTD, start.places, layer[1])
 
-        return jax.lax.scan(one, start.x_BTD, (params, told_L), unroll=1 if scan_layers else run)
+        if not keeps_all:
+            layers = _at(params, turn), told_L  # taken in here, so that no tick keeps a copy
+            return jax.lax.scan(one, start.x_BTD, layers, unroll=1 if scan_layers else run)
+        x_BTD, each = start.x_BTD, []
+        for number, of_layer in enumerate(params):
+            x_BTD, routing = one(x_BTD, (of_layer, _at(told_L, number)))
+            each.append(routing)
+        return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
-    policy = REMAT["products" if remat == "products" else "full"]
-    run_layers = jax.checkpoint(run_layers, policy=policy)
+    if not keeps_all:
+        policy = REMAT["products" if remat == "products" else "full"]
+        run_layers = jax.checkpoint(run_layers, policy=policy)
 
     def stage(stage_number: jax.Array, params: Any, starts_A: Start) -> tuple[jax.Array, Routing | None]:
         here = stage_number[0]
-        params_R = jax.tree.map(lambda leaf: leaf.reshape(rounds, run, *leaf.shape[1:]), params)
+        if keeps_all:  # taken apart here: what is the same in all ticks is kept once, and gradients add up by layer
+            params = unstack(params)
+        else:
+            params = jax.tree.map(lambda leaf: leaf.reshape(rounds, run, *leaf.shape[1:]), params)
 
         def keep(waiting_A: jax.Array, arrived: jax.Array, tick: jax.Array | int) -> jax.Array:
             item = tick - stages  # what the last stage sent in the tick before
@@ -89,7 +107,7 @@ def pipelined(
             first_x = jnp.where(turn == 0, start.x_BTD, waiting_A[micro_batch])
             x_BTD = jnp.where(here == 0, first_x, arrived)
             first_layer = (turn * stages + here) * run
-            y_BTD, routing = run_layers(params_R, turn, start._replace(x_BTD=x_BTD), first_layer)
+            y_BTD, routing = run_layers(params, turn, start._replace(x_BTD=x_BTD), first_layer)
             busy = item == tick - here
             routing_R = jax.tree.map(lambda leaf: _one_hot(turn, rounds, leaf, busy), routing)
             to_next = [(source, (source + 1) % stages) for source in range(stages)]
@@ -116,7 +134,7 @@ def pipelined(
     return run_stages(jnp.arange(stages), stacked, starts_A)
 
 
-def _at(tree: Any, index: jax.Array) -> Any:
+def _at(tree: Any, index: jax.Array | int) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
 
 

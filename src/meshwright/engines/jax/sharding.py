@@ -160,6 +160,14 @@ class MeshLayout(Layout):
         there, back = (_parameter_spec(axes, sizes, self._spec) for sizes in (whole, self._sizes))
         return _relay(x, there, back, dtype or x.dtype)
 
+    def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """See `Layout.gather_rows`: where they are less than the table's gradient, each device adds up all of them."""
+        sent, table = tokens.size * dx.dtype.itemsize, rows * np.dtype(np.float32).itemsize
+        if self._sizes["tensor"] > 1 or sent >= table:
+            return dx, tokens
+        everywhere = PartitionSpec()
+        return jax.lax.with_sharding_constraint(dx, everywhere), jax.lax.with_sharding_constraint(tokens, everywhere)
+
     def order_T(self, time: int) -> jax.Array:
         """See `Layout.order_T`."""
         return jnp.arange(time) if self._context == 1 else jnp.asarray(zigzag_order(time, self._context))
@@ -217,7 +225,10 @@ class MeshLayout(Layout):
         if segments_BT is not None:
             segments = (jnp.broadcast_to(segments_BT, q_BTHC.shape[:2]).astype(jnp.float32),)
         in_specs = (spec, spec, spec, *(PartitionSpec(rows) for _ in segments))
-        return manual(local, in_specs, spec, (*rows, *heads))(q_BTHC, k_BTKC, v_BTKE, *segments)
+        attend = manual(local, in_specs, spec, (*rows, *heads))
+        if self._sizes["pipeline"] > 1:  # XLA crashes where what cuDNN keeps goes from one loop over ticks to another
+            attend = jax.checkpoint(attend)
+        return attend(q_BTHC, k_BTKC, v_BTKE, *segments)
 
     def experts(
         self, x_BTD: jax.Array, chosen_BTJ: jax.Array, gates_BTJ: jax.Array, kernels: ExpertKernels
