@@ -1,4 +1,4 @@
-"""Run a function in several processes that are one group, over JAX's own collectives: `run_processes`."""
+"""Run a function in several processes that are one group, of JAX or of PyTorch (gloo): `run_processes`."""
 
 import importlib.util
 import inspect
@@ -20,6 +20,7 @@ def run_processes(
     devices_per_worker: int = 1,
     timeout: float = 60,
     arguments: tuple = (),
+    engine: str = "jax",
 ) -> list:
     """Call a function in each process of a group, on virtual CPU devices.
 
@@ -27,8 +28,9 @@ def run_processes(
         function: of a module's top level, in a file; called with the process's `Group`, then `arguments`. What it
             returns, and `arguments`, must be what JSON can hold.
         workers: how many processes.
-        devices_per_worker: how many devices each has.
+        devices_per_worker: how many devices each has; with PyTorch, 1.
         timeout: seconds until all are killed.
+        engine: whose group it is, `jax` or `torch`.
 
     Returns:
         What the function returned, by rank.
@@ -40,7 +42,7 @@ def run_processes(
 
     with tempfile.TemporaryDirectory(prefix="meshwright-processes-") as name, reserved_port() as port:
         folder = Path(name)
-        call = [inspect.getfile(function), function.__name__, json.dumps(arguments)]
+        call = [engine, inspect.getfile(function), function.__name__, json.dumps(arguments)]
         place = [*map(str, (workers, devices_per_worker, port, os.getpid())), name]
         processes: list[subprocess.Popen] = []
         try:
@@ -74,16 +76,21 @@ def _read(folder: Path, rank: int) -> str:
 
 
 def _main(
-    file: str, function: str, arguments: str, rank: str, size: str, devices: str, port: str, parent: str, folder: str
+    engine: str,
+    file: str,
+    function: str,
+    arguments: str,
+    rank: str,
+    size: str,
+    devices: str,
+    port: str,
+    parent: str,
+    folder: str,
 ) -> None:
-    import jax
-
-    from meshwright.launch.devices import join
     from meshwright.launch.processes import end_with
 
     end_with(int(parent))
-    jax.config.update("jax_num_cpu_devices", int(devices))
-    group = join(f"127.0.0.1:{port}", int(rank), int(size))
+    group, leave = (_of_jax if engine == "jax" else _of_torch)(int(port), int(rank), int(size), int(devices))
     spec = importlib.util.spec_from_file_location("module_of_the_test", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -91,7 +98,24 @@ def _main(
     spec.loader.exec_module(module)
     result = getattr(module, function)(group, *json.loads(arguments))
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    jax.distributed.shutdown()
+    leave()
+
+
+def _of_jax(port: int, rank: int, size: int, devices: int) -> tuple[Any, Callable[[], None]]:
+    import jax
+
+    from meshwright.launch.devices import join
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    return join(f"127.0.0.1:{port}", rank, size), jax.distributed.shutdown
+
+
+def _of_torch(port: int, rank: int, size: int, devices: int) -> tuple[Any, Callable[[], None]]:
+    from meshwright.launch.torch_group import join, leave
+
+    assert devices == 1
+    group = join(port, rank, size)
+    return group, lambda: leave(group)
 
 
 if __name__ == "__main__":
