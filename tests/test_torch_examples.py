@@ -28,6 +28,7 @@ MODELS = {
     "gpt2-rust": ("gpt2", _SHORT),
     "codegen-rust-lora": ("codegen", {**_SHORT, "n_ctx": 64, "rotary_dim": 4}),
 }
+QLORA = "qwen-rust-qlora"
 TINY = [
     *("tokenizer.kind=bytes", "train.sequence_length=64", "train.steps=2", "train.batch_size=4", "train.eval_every=2"),
     *("train.micro_batch_size=0", "train.eval_batches=1", "train.sample_every=0", "train.log_every=1"),
@@ -74,8 +75,23 @@ def test_an_example_trains_on_its_mesh(name, tmp_path, monkeypatch):
         assert len(found) == 24 and all(text.startswith("fn ") for text in found)
 
 
+def test_the_example_in_4_bits_trains_where_the_cpu_is_let(tmp_path, monkeypatch):
+    kind, keys = MODELS["qwen-wikitext"]
+    model = theirs(kind, **keys)
+    model.resize_token_embeddings(257)
+    model.save_pretrained(tmp_path / "model")
+    sources = [f"data.train={write_rust(tmp_path / 'texts')}", f"model.init=hf:{tmp_path / 'model'}"]
+    run = mw.load_run(EXAMPLES / f"{QLORA}.toml", [*TINY, *sources, f"run_dir={tmp_path / 'run'}"])
+    with pytest.raises(mw.UserError, match="QLoRA runs on CUDA only"):
+        mw.train(run)
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("meshwright.engines.torch.plan.check_device", lambda device: None)
+    opened = mw.open_run(mw.train(run).run_dir)
+    assert len(opened.metrics()["loss"]) == 2 and len(opened.engine._placed.quantized) == 2 * 7
+
+
 def test_every_example_is_tried():
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == MODELS.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == MODELS.keys() | {QLORA}
 
 
 def test_gpt2_learns_rust_by_adapters_as_its_head_says(tmp_path):

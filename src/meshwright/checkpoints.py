@@ -229,7 +229,11 @@ def is_as_written(path: Path, facts: dict[str, Any]) -> bool:
 
 
 # What a checkpoint says nothing of, since it was made before the key was there.
-_ADDED_LATER = {f"model.{key}": field.default for key, field in ModelSpec.model_fields.items()} | {"lora.rank": 0}
+_ADDED_LATER = {
+    **{f"model.{key}": field.default for key, field in ModelSpec.model_fields.items()},
+    "lora.rank": 0,
+    "lora.quantize": "none",
+}
 
 
 def check_identity(checkpoint: Checkpoint, identity: dict[str, Any], advice: str) -> None:

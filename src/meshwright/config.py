@@ -109,6 +109,17 @@ class LoraSection(Section):
     """The maps that get one, by the ends of their names in the checkpoint, such as `q_proj` or `mlp.*_proj`."""
     rslora: bool = False
     """Whether to multiply by `alpha / sqrt(rank)` instead (rsLoRA)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """What keeps the layers' linear maps: float32, or 4 bits each number (`nf4`, QLoRA; PyTorch on a GPU)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantize != "none" and not self.rank:
+            raise ValueError(
+                f'quantize = "{self.quantize}": numbers in 4 bits aren\'t trained, adapters beside them are; set '
+                "lora.rank, or leave it out"
+            )
+        return self
 
     @property
     def scale(self) -> float:
@@ -296,6 +307,11 @@ class Run(Section):
             raise ValueError(
                 f"lora.rank = {self.lora.rank}: adapters are added to trained parameters; name a checkpoint as "
                 "model.init, or leave [lora] out"
+            )
+        if self.lora.quantize != "none" and self.engine != "torch":
+            raise ValueError(
+                f'lora.quantize = "{self.lora.quantize}": engine = "{self.engine}" has no maps in 4 bits; set engine = '
+                '"torch"'
             )
         if self.model.family == ANY and self.engine != "torch":
             kind = json.loads(self.model.config).get("model_type")

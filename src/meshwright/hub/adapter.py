@@ -70,6 +70,18 @@ def write_adapter(folder: Path, spec: ModelSpec, lora: LoraSection, parameters: 
     write_file(folder / TENSORS, shapes, "F32", values)
 
 
+class Base:
+    """Parameters without the adapters that are some of them; see `meshwright.hub.export.Parameters`.
+
+    Arguments:
+        parameters: as in `write_adapter`.
+    """
+
+    def __init__(self, parameters: Parameters):
+        self.shapes = {path: shape for path, shape in parameters.shapes.items() if ".lora." not in path}
+        self.read = parameters.read
+
+
 def prove_adapter(
     folder: Path,
     spec: ModelSpec,
@@ -164,4 +176,7 @@ def about(lora: LoraSection, spec: ModelSpec, count: int) -> dict[str, str]:
     """For the model card: what was trained."""
     scaled = ", rsLoRA" if lora.rslora else ""
     names = ", ".join(f"`{name}`" for name in target_names(spec, adapters_of(spec, lora.targets)))
-    return {"adapters (LoRA)": f"{count:,} parameters of rank {lora.rank}, alpha {lora.alpha:g}{scaled}, on {names}"}
+    base = "" if lora.quantize == "none" else "; their base was in 4 bits (NF4)"
+    return {
+        "adapters (LoRA)": f"{count:,} parameters of rank {lora.rank}, alpha {lora.alpha:g}{scaled}, on {names}{base}"
+    }

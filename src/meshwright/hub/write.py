@@ -2,7 +2,9 @@
 
 import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine
 from meshwright.errors import UserError
 from meshwright.files import sync
-from meshwright.hub.adapter import about, base_name, prove_adapter, write_adapter
+from meshwright.hub.adapter import Base, about, base_name, prove_adapter, write_adapter
 from meshwright.hub.card import model_card
-from meshwright.hub.export import TYPES, write_model
+from meshwright.hub.export import TYPES, Parameters, write_model
 from meshwright.hub.proof import Proof, compare_tensors, prove
 from meshwright.hub.reader import Checkpoint, open_checkpoint
+from meshwright.hub.reference import peft_version
 from meshwright.hub.tokenizer_files import HARD_TEXTS, token_ids, write_tokenizer
 from meshwright.models.hf import weights
 
@@ -99,17 +102,17 @@ def export_adapter(out: Path, trained: Trained, tokens_BT: np.ndarray) -> Export
     def write(folder: Path) -> tuple[list[str], str]:
         write_adapter(folder, run.model.spec, run.lora, parameters, name)
         write_tokenizer(folder, trained.tokenizer, run.model.context_length)
-        base = open_checkpoint(trained.manifest["base"]).folder
         try:
-            proof = prove_adapter(
-                folder,
-                run.model.spec,
-                run.lora,
-                parameters,
-                base=base,
-                tokens_BT=tokens_BT,
-                run_logits=engine.logits,
-            )
+            with _base_of(trained, parameters, folder.parent) as base:
+                proof = prove_adapter(
+                    folder,
+                    run.model.spec,
+                    run.lora,
+                    parameters,
+                    base=base,
+                    tokens_BT=tokens_BT,
+                    run_logits=engine.logits,
+                )
         except UserError as error:
             lines, failure = [], str(error)
         else:
@@ -118,6 +121,18 @@ def export_adapter(out: Path, trained: Trained, tokens_BT: np.ndarray) -> Export
         return lines, failure
 
     return _made(out, write)
+
+
+@contextmanager
+def _base_of(trained: Trained, parameters: Parameters, beside: Path) -> Iterator[Path]:
+    """The folder of what adapters were trained beside; of maps in 4 bits what these stand for, written for so long."""
+    if trained.run.lora.quantize == "none" or not peft_version():
+        yield open_checkpoint(trained.manifest["base"]).folder
+        return
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".base.") as folder:
+        more: dict[str, Any] = {"dtype": "float32", "shard_bytes": SHARD_BYTES, "tokens": {}}
+        write_model(Path(folder), trained.run.model.spec, Base(parameters), **more)
+        yield Path(folder)
 
 
 _TENSORS_OF_ADAPTERS = "tensors read again from disk: each pair makes what the run's adapter adds"

@@ -71,7 +71,7 @@ def restore_state(folder: Path, placed: Placed, optimizer: Optimizer | None, *, 
     reader = dcp.FileSystemReader(str(folder / _FOLDER))
     wanted = _named(placed, optimizer)
     if base:
-        wanted = {f"model.{name}": placed.tensors[name].detach() for name in placed.names.theirs}
+        wanted = {f"model.{name}": _of_base(placed, name) for name in placed.names.theirs}
     _check(folder, wanted, reader.read_metadata().state_dict_metadata)
     try:
         read: dict[str, Any] = {name: _like(tensor) for name, tensor in wanted.items()}
@@ -85,7 +85,10 @@ def restore_state(folder: Path, placed: Placed, optimizer: Optimizer | None, *, 
         dcp.load(read, storage_reader=reader, process_group=group, no_dist=alone)
     with torch.no_grad():
         for name, tensor in wanted.items():
-            own(tensor).copy_(own(read[name]))
+            if tensor.is_meta:
+                placed.put(name.removeprefix("model."), read.pop(name))
+            else:
+                own(tensor).copy_(own(read[name]))
     placed.changed()
     if optimizer is not None:
         optimizer.set_count(int(read[_STEP]))
@@ -97,6 +100,13 @@ def _named(placed: Placed, optimizer: Optimizer | None) -> dict[str, torch.Tenso
         for name, part in parts.items():
             found[f"optimizer.{moment}.{name}"] = _laid_as(placed.parameters[name], part)
     return found
+
+
+def _of_base(placed: Placed, name: str) -> torch.Tensor:
+    """One of the model's tensors; of a map in 4 bits just the shape that it had before."""
+    if name in placed.quantized:
+        return torch.empty(placed.quantized[name].shape, device="meta")
+    return placed.tensors[name].detach()
 
 
 def _laid_as(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The PyTorch engine: a model of `transformers`, FSDP2 and tensor parallelism, state that stays on the device."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -65,11 +66,13 @@ class TorchEngine:
         mesh = make_torch_mesh(run, spec, training=training)
         self._placed = placed = Placed(run, spec, mesh)
         self.rows = mesh.rows(run.train.batch_size)
-        self.parameters = sum(placed.tensors[name].numel() for name in placed.names.theirs)
+        self.parameters = sum(math.prod(shape) for shape in placed.names.theirs.values())
         self.trained_parameters = sum(parameter.numel() for parameter in placed.parameters.values())
         self.active_parameters = self.parameters - _idle(placed, spec)
         self.token_seconds = self._token_seconds()
         self.description = f"{_device(mesh)}, {str(placed.dtype).removeprefix('torch.')}{_mesh_in_words(mesh)}"
+        if placed.quantized:
+            self.description += "; the layers' maps in 4 bits (NF4)"
         self.identity = {"model": placed.config.architectures[0], "optimizer.kind": run.optimizer.kind}
         if training or run.lora.rank:  # else a checkpoint holds all
             start(placed, run, spec)
@@ -135,11 +138,15 @@ class TorchEngine:
 
     def logits(self, tokens_BT: np.ndarray, dtype: str = "float32") -> np.ndarray:
         """See `Engine.logits`."""
-        return logits(self.on_host(), self._run, self._spec, self._placed.mesh.device, tokens_BT, dtype)
+        return logits(self.on_host(), self._run, self._spec, self._exact_device(), tokens_BT, dtype)
 
     def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
         """See `Engine.logits_of`."""
-        return logits_of(checkpoint, self._run, self._placed.mesh.device, tokens_BT)
+        return logits_of(checkpoint, self._run, self._exact_device(), tokens_BT)
+
+    def _exact_device(self) -> torch.device:
+        """Where a whole model in float32 is made: a card that it is put into 4 bits for has no room for it."""
+        return torch.device("cpu") if self._placed.quantized else self._placed.mesh.device
 
     def _token_seconds(self) -> float | None:
         """See `Engine.token_seconds`; the peak is one of bfloat16."""

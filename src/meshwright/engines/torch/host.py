@@ -6,7 +6,7 @@ import torch
 from meshwright.config import LoraSection, Run
 from meshwright.engines.torch.mesh import TorchMesh
 from meshwright.engines.torch.names import Names, write_tensor
-from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.plan import Placed
 from meshwright.engines.torch.support import AXES
 from meshwright.engines.torch.weights import CheckpointWeights, Weights
 from meshwright.hub.export import Parameters
@@ -35,7 +35,7 @@ class HostParameters:
 
     def _tensor(self, name: str) -> np.ndarray:
         if self._last[0] != name:  # a tensor of all experts is asked for once an expert
-            value = own(self._placed.tensors[name]).float().cpu().numpy()
+            value = self._placed.part(name).float().cpu().numpy()
             self._last = (name, value.reshape(self._placed.names.theirs[name]))
         return self._last[1]
 

@@ -22,13 +22,17 @@ from meshwright.engines.torch.lora import attach, initial
 from meshwright.engines.torch.loss_model import LossModel
 from meshwright.engines.torch.mesh import TorchMesh, compute_dtype
 from meshwright.engines.torch.names import Names
+from meshwright.engines.torch.nf4 import check_device, replace
 from meshwright.engines.torch.tensor_plans import cut
 from meshwright.engines.torch.weights import Weights
 from meshwright.hub.any_model import blocks_of
 from meshwright.models.spec import ANY, ModelSpec
 
 _CHUNKS = {"cpu": 512, "cuda": 4096}  # tokens whose scores are made at a time
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_PRODUCTS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
+    torch.ops.meshwright.nf4_product.default,
+)
 
 
 class Placed:
@@ -48,6 +52,11 @@ class Placed:
         self.names = Names(spec, tensor_shapes(model))
         """How its tensors make up our parameters."""
         self.config = model.config
+        is_quantized = run.lora.quantize != "none"
+        if is_quantized:
+            check_device(mesh.device)
+        self.quantized = replace(model, spec, self.names) if is_quantized else {}
+        """The maps in 4 bits, by the names of their weights, which `tensors` lacks."""
         if run.lora.rank:
             attach(model, spec, run.lora, self.names)
         if mesh.tensor and mesh.mesh:
@@ -81,6 +90,9 @@ class Placed:
             weights: where they come from.
         """
         for name, shape in self.names.theirs.items():
+            if name in self.quantized:
+                self.put(name, torch.from_numpy(weights.tensor(name, tuple(slice(0, size) for size in shape)).copy()))
+                continue
             tensor, index = self.tensors[name], tuple(slice(*cut) for cut in self.mine(name))
             if tuple(tensor.shape) == shape:
                 values = weights.tensor(name, index)
@@ -89,6 +101,22 @@ class Placed:
                 values = whole.reshape(tuple(tensor.shape))[index]
             own(tensor).copy_(torch.from_numpy(values.copy()))
         self.changed()
+
+    def put(self, name: str, values: torch.Tensor) -> None:
+        """Give one map in 4 bits its numbers; beside it the device has no other whole.
+
+        Arguments:
+            name: of its weight.
+            values: on the host, float32.
+
+        Raises:
+            UserError: one isn't finite.
+        """
+        self.quantized[name].put(values.to(self.mesh.device), name)
+
+    def part(self, name: str) -> torch.Tensor:
+        """The part of one of the model's tensors that this process stores; of a map in 4 bits what these stand for."""
+        return self.quantized[name].value() if name in self.quantized else own(self.tensors[name])
 
     def fill_adapters(self, seed: int) -> None:
         """Give adapters the numbers that they start from.
@@ -112,6 +140,8 @@ class Placed:
 
     def mine(self, name: str) -> list[tuple[int, int]]:
         """Which places of each axis this process holds."""
+        if name in self.quantized:
+            return [(0, size) for size in self.quantized[name].shape]
         tensor = self.tensors[name]
         cuts = [(0, size) for size in tensor.shape]
         if not isinstance(tensor, DTensor) or self.mesh.mesh is None:

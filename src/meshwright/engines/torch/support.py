@@ -41,10 +41,26 @@ def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metri
         )
     if spec.dropout and run.mesh.tensor not in (1,):
         raise _not_here("model.dropout", spec.dropout, "has none under mesh.tensor")
+    if run.lora.quantize != "none":
+        _check_quantized(run, spec)
     if run.lora.rank and run.mesh.tensor != 1:
         raise _not_here("mesh.tensor", run.mesh.tensor, "doesn't cut adapters")
     if spec.experts:
         _check_experts(run, spec)
+
+
+def _check_quantized(run: Run, spec: ModelSpec) -> None:
+    for axis in ("fsdp", "tensor"):
+        if (size := getattr(run.mesh, axis)) != 1:
+            raise UserError(
+                f'mesh.{axis} = {size}: lora.quantize = "{run.lora.quantize}" shares no map out, each '
+                "process has them whole; set it to 1, and mesh.data to the number of devices"
+            )
+    if spec.experts or "expert" in spec.config:
+        raise UserError(
+            f'lora.quantize = "{run.lora.quantize}": experts, which are most of such a model, aren\'t put into 4 bits; '
+            'set it to "none"'
+        )
 
 
 def _check_experts(run: Run, spec: ModelSpec) -> None:
