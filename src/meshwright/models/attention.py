@@ -20,8 +20,8 @@ from meshwright.models.spec import ModelSpec
 class LayerCache(NamedTuple):
     """The keys and values of one layer, by position. The decoder's cache has a leading axis of layers."""
 
-    keys_BSKC: jax.Array
-    values_BSKC: jax.Array
+    keys_BKSC: jax.Array
+    values_BKSC: jax.Array
 
 
 class Rotary(NamedTuple):
@@ -264,14 +264,15 @@ class Attention(nnx.Module):
             y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
         else:
             cache = LayerCache(
-                write(cache.keys_BSKC, k_BTKC, places.positions_BT),
-                write(cache.values_BSKC, v_BTKC, places.positions_BT),
+                write_heads(cache.keys_BKSC, k_BTKC, places.positions_BT),
+                write_heads(cache.values_BKSC, v_BTKC, places.positions_BT),
             )
-            distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BSKC.shape[1])
+            distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BKSC.shape[2])
             seen_BTS = distance_BTS >= 0
             if places.window is not None:
                 seen_BTS = seen_BTS & (distance_BTS < places.window)
-            y_BTHC = attend(q_BTHC, cache.keys_BSKC, cache.values_BSKC, seen_BTS, scoring=self.scoring)
+            k_BSKC, v_BSKC = (part_BKSC.swapaxes(1, 2) for part_BKSC in cache)
+            y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, seen_BTS, scoring=self.scoring)
         return self.out(y_BTHC.reshape(*x_BTD.shape[:2], -1)), cache
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -290,7 +291,7 @@ class Attention(nnx.Module):
     @staticmethod
     def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> LayerCache:
         """A cache of one layer for `length` positions."""
-        shape = (batch, length, spec.kv_heads, spec.head_width)
+        shape = (batch, spec.kv_heads, length, spec.head_width)
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -298,3 +299,9 @@ def write(cached_BS: jax.Array, new_BT: jax.Array, positions_BT: jax.Array) -> j
     """A cache `[B, S, ...]` with what is new written at its positions."""
     rows = jnp.arange(positions_BT.shape[0])[:, None]
     return cached_BS.at[rows, positions_BT].set(new_BT.astype(cached_BS.dtype))
+
+
+def write_heads(cached_BKSC: jax.Array, new_BTKC: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """The same for a cache of heads, which lie before the positions: as products with it want them."""
+    rows = jnp.arange(positions_BT.shape[0])[:, None]
+    return cached_BKSC.at[rows, :, positions_BT].set(new_BTKC.astype(cached_BKSC.dtype))

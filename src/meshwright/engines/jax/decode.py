@@ -82,7 +82,7 @@ class Generator:
         if max_tokens < 1:
             return
         many = len(prompts)
-        batch = -(-many // self._shares) * self._shares
+        batch = -(-max(many, _fewest_rows()) // self._shares) * self._shares
         lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (batch - many), np.int32)
         tokens_BP = np.zeros((batch, bucket(longest, context)), np.int32)
         for row, prompt in enumerate(prompts):
@@ -127,6 +127,11 @@ class Generator:
         return self._program.compiled(
             _go_on(self._program), ordered=True, static_argnums=6, donate_argnums=1, out_shardings=out
         )
+
+
+def _fewest_rows() -> int:
+    # Of a single row XLA for GPUs makes a product with a matrix by writing out all that it is the sum of.
+    return 2 if jax.default_backend() == "gpu" else 1
 
 
 def bucket(length: int, context: int) -> int:
@@ -194,7 +199,7 @@ def _outputs(program: Program) -> Any:
     everywhere: Any = program.everywhere
 
     def cached(leaf: jax.ShapeDtypeStruct) -> Any:
-        names = ("batch", None, "heads", None) if len(leaf.shape) == 4 else ("batch",)
+        names = ("batch", "heads", None, None) if len(leaf.shape) == 4 else ("batch",)
         entries = []
         for name, size in zip(names, leaf.shape, strict=False):
             along = tuple(axis for axis in ACTIVATIONS.get(name or "", ()) if sizes[axis] > 1)
