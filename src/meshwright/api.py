@@ -247,7 +247,7 @@ class TrainedRun:
         return engine
 
     def evaluate(self) -> dict[str, float]:
-        """Loss on the run's validation batches: `step`, `val_loss`, `val_perplexity`, `val_bits_per_byte`.
+        """Loss on the run's validation batches: `step`, and what `meshwright.trainer.evaluate` gives.
 
         Raises:
             UserError: the data isn't what the run was trained with.

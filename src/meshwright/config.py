@@ -20,6 +20,7 @@ from pydantic import (
 
 from meshwright.config_base import NonNegativeFloat, Section
 from meshwright.config_data import DataSection, MixedSource, WeightFrom
+from meshwright.config_dpo import DpoSection, check_dpo
 from meshwright.config_launch import LaunchSection
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ANY, ModelSpec
@@ -257,6 +258,7 @@ class Run(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     model: ModelSection
     lora: LoraSection = LoraSection()
+    dpo: DpoSection = DpoSection()
     mesh: MeshSection = MeshSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -325,6 +327,8 @@ class Run(Section):
             )
         self._check_mesh()
         self._check_stream()
+        if self.data.packing == "pairs":
+            check_dpo(self.data, self.engine, self.lora.rank)
         if self.optimizer.kind == "schedule_free" and self.optimizer.beta1 == 0:
             raise ValueError("optimizer.beta1 = 0 must be greater than 0 under schedule_free; 0.9 is usual")
         return self

@@ -75,8 +75,9 @@ class DataSection(SourceKeys):
     """`python-stdlib`, a file, folder, glob, address, `hf:<dataset>` or store; or several with weights (`data.md`)."""
     validation: Annotated[float | str, BeforeValidator(_share_or_source)] = 0.01
     """The share of documents that is held out, or a source of its own."""
-    packing: Literal["stream", "padded", "packed"] = "stream"
-    """`stream`: windows over all tokens. `padded`: a document a row, cut or filled. `packed`: whole ones in a row."""
+    packing: Literal["stream", "padded", "packed", "pairs"] = "stream"
+    """`stream`: windows over all tokens. `padded`: a document a row, cut or filled. `packed`: whole ones in a row.
+    `pairs`: a chosen and a rejected answer a row, which DPO trains on (`pytorch.md`)."""
     document_mask: bool = True
     """Under `packed`, whether attention stays within a document, whose positions then start from 0."""
     on_bad: Literal["skip", "stop"] = "skip"

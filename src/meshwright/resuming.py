@@ -65,6 +65,7 @@ def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
         ),
         "data.packing": run.data.packing,
         **({"data.document_mask": run.data.document_mask} if run.data.packing == "packed" else {}),
+        **({"dpo.beta": run.dpo.beta} if run.data.packing == "pairs" else {}),
         "train.sequence_length": run.train.sequence_length,
     }
 

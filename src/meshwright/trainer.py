@@ -46,7 +46,7 @@ class Outcome:
     step: int
     """Updates done, those before a resume included."""
     evaluation: dict[str, float] = field(default_factory=dict)
-    """The last evaluation of this call: `step`, `val_loss`, `val_perplexity`, `val_bits_per_byte`."""
+    """The last evaluation of this call: `step`, and what `evaluate` gives."""
     stopped_by: int | None = None
     """The signal that ended training early; None: all steps are done."""
 
@@ -185,7 +185,8 @@ def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:
 
     Returns:
         `val_loss` (nats a token), `val_perplexity`, and `val_bits_per_byte` where the documents' bytes are known:
-        the loss in bits times the tokens a byte of the whole validation split, so that tokenizers compare.
+        the loss in bits times the tokens a byte of the whole validation split, so that tokenizers compare. Of pairs
+        `val_loss` alone, the mean of their losses.
 
     Raises:
         UserError: the validation split is too short, or holds nothing that is to be learned.
@@ -198,6 +199,8 @@ def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:
             "train.sequence_length, or hold out more"
         )
     loss = sum(float(total) for total, _ in sums) / counted
+    if run.data.packing == "pairs":
+        return {"val_loss": loss}
     values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
     # Of conversations just the answers count, whose bytes aren't known.
     sizes = [None if split.is_weighted else split.byte_count for split in corpus.validation]

@@ -60,11 +60,12 @@ class Template:
         self._renderer = renderer
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
+    def encode(self, messages: Sequence[dict[str, str]], *, last_alone: bool = False) -> tuple[list[int], list[int]]:
         """Encode a conversation.
 
         Arguments:
             messages: `role` and `content` of each.
+            last_alone: whether what the assistant says before its last turn has weight 0, too.
 
         Returns:
             The ids, without end of text, and as many weights: 1 for what the assistant says and the mark that ends its
@@ -76,7 +77,11 @@ class Template:
         turns = self._renderer.turns(_checked(messages))
         encoded = self._tokenizer.encode_spans([turn.pieces for turn in turns])
         ids = [token for tokens in encoded for token in tokens]
-        weights = [int(turn.learned) for turn, tokens in zip(turns, encoded, strict=True) for _ in tokens]
+        learned = [turn.learned for turn in turns]
+        if last_alone:
+            last = max(number for number, is_learned in enumerate(learned) if is_learned)
+            learned = [number == last for number in range(len(turns))]
+        weights = [int(is_learned) for is_learned, tokens in zip(learned, encoded, strict=True) for _ in tokens]
         return ids, weights
 
     def end_weight(self, messages: Sequence[dict[str, str]]) -> int:

@@ -16,6 +16,13 @@ class Document(NamedTuple):
     """Of a conversation: `role` and `content` of each turn; `text` is then empty."""
     place: tuple[int, int] = (0, 0)
     """Number of the file and number in the file: where to go on from."""
+    rejected: tuple[dict[str, str], ...] = ()
+    """Of a pair, the conversation with the rejected answer, as in `messages`, which then has the chosen one."""
+
+    @property
+    def turns(self) -> tuple[dict[str, str], ...]:
+        """All messages."""
+        return self.messages + self.rejected
 
 
 class Source(Protocol):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from meshwright.data.documents import Document, Source
+from meshwright.data.store import REJECTED
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 
@@ -67,7 +68,7 @@ class EncodedBlock:
     tokens: np.ndarray
     """uint16 where the vocabulary fits, else uint32; end of text after each document."""
     weights: np.ndarray | None
-    """uint8, one a token: 1 where it is to be learned. None: all are."""
+    """uint8, one a token, as `meshwright.data.store` has them. None: all are to be learned."""
     ends: np.ndarray
     """int64: the position past each document's end of text."""
     digests: list[bytes]
@@ -123,6 +124,7 @@ class Encoder:
         template: for conversations; with it, every block has weights.
         normalize: as `data.normalize`.
         batch_characters: text that the tokenizer gets at once.
+        pairs: whether a document is a chosen and a rejected conversation.
     """
 
     def __init__(
@@ -131,19 +133,22 @@ class Encoder:
         template: "Template | None" = None,
         normalize: str = "none",
         batch_characters: int = BLOCK_CHARACTERS,
+        *,
+        pairs: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._normalize = normalize
         self._batch_characters = batch_characters
         self._dtype = id_type(tokenizer)
         self._template = template
+        self._pairs = pairs
 
     def encode(self, documents: Iterable[Document]) -> EncodedBlock:
         """Encode documents, in order, each followed by end of text. Safe to call from several threads."""
         block = _Gathered(self._dtype, self._tokenizer.end_of_text, weighted=self._template is not None)
         texts: list[tuple[bytes, int, list[str]]] = []
         for document in documents:
-            document = checked(document, self._normalize)
+            document = self._fitting(checked(document, self._normalize))
             if document.messages and not document.fault:
                 self._gather(texts, block)
                 document = self._conversation(document, block)
@@ -174,14 +179,28 @@ class Encoder:
     def _conversation(self, document: Document, block: "_Gathered") -> Document:
         if self._template is None:
             return document._replace(fault="a conversation (set data.chat to the template that writes it as text)")
+        conversations = [document.messages, document.rejected] if self._pairs else [document.messages]
+        ids: list[int] = []
+        weights: list[int] = []
         try:
-            ids, weights = self._template.encode(document.messages)
-            end_weight = self._template.end_weight(document.messages)
+            for number, messages in enumerate(conversations):
+                here, learned = self._template.encode(messages, last_alone=self._pairs)
+                end_weight = self._template.end_weight(messages)
+                if self._pairs and not end_weight:
+                    raise ValueError("no answer (the last turn isn't the assistant's)")
+                ids += [*([self._tokenizer.end_of_text] * number), *here]
+                weights += [(REJECTED * number) | one for one in (*learned, end_weight)]
         except ValueError as error:
             return document._replace(fault=str(error))
-        learned = np.array([*weights, end_weight], np.uint8)
-        block.add(*digest_and_size(document), [np.asarray(ids, self._dtype)], learned)
+        block.add(*digest_and_size(document), [np.asarray(ids, self._dtype)], np.array(weights, np.uint8))
         return document
+
+    def _fitting(self, document: Document) -> Document:
+        """The document, with a fault where it is a pair and none is wanted, or the other way round."""
+        if document.fault or self._pairs == bool(document.messages and document.rejected):
+            return document
+        wanted = 'not a pair (data.packing = "pairs" needs a chosen and a rejected conversation)'
+        return document._replace(fault=wanted if self._pairs else 'a pair (set data.packing = "pairs")')
 
 
 class _Gathered:
@@ -231,7 +250,7 @@ def blocks(source: Source, after: Mark | None = None) -> Iterator[Block]:
     for document in _documents(source, after):
         documents.append(document)
         number += 1
-        characters += len(document.text) + sum(len(message["content"]) for message in document.messages)
+        characters += len(document.text) + sum(len(message["content"]) for message in document.turns)
         if characters >= BLOCK_CHARACTERS or len(documents) >= BLOCK_DOCUMENTS:
             yield block()
             documents, characters = [], 0
@@ -245,32 +264,37 @@ def checked(document: Document, normalize: str = "none") -> Document:
         return document
     if not document.text and not document.messages:
         return document._replace(fault="empty")
-    texts = [document.text, *(message["content"] for message in document.messages)]
+    texts = [document.text, *(message["content"] for message in document.turns)]
     if any("\0" in text for text in texts):
-        return document._replace(text="", messages=(), fault="NUL byte")
+        return document._replace(text="", messages=(), rejected=(), fault="NUL byte")
     try:
         for text in texts:
             for start in range(0, len(text), PIECE_CHARACTERS):
                 text[start : start + PIECE_CHARACTERS].encode()
     except UnicodeEncodeError:
-        return document._replace(text="", messages=(), fault="holds half a character (a lone surrogate)")
+        return document._replace(text="", messages=(), rejected=(), fault="holds half a character (a lone surrogate)")
     if normalize == "none":
         return document
     form: Any = normalize.upper()
-    messages = tuple({**one, "content": unicodedata.normalize(form, one["content"])} for one in document.messages)
-    return document._replace(text=unicodedata.normalize(form, document.text), messages=messages)
+    messages, rejected = (
+        tuple({**one, "content": unicodedata.normalize(form, one["content"])} for one in conversation)
+        for conversation in (document.messages, document.rejected)
+    )
+    return document._replace(text=unicodedata.normalize(form, document.text), messages=messages, rejected=rejected)
 
 
 def digest_and_size(document: Document) -> tuple[bytes, int]:
     """BLAKE2b of a usable document's content, 16 bytes, and the UTF-8 bytes of its text.
 
-    Of a conversation, the digest is of its messages as JSON with sorted keys and no spaces.
+    Of a conversation, the digest is of its messages as JSON with sorted keys and no spaces; of a pair, of a list of
+    both conversations.
     """
     digest = hashlib.blake2b(digest_size=16)
     if document.messages:
-        form = json.dumps(document.messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        said = [document.messages, document.rejected] if document.rejected else document.messages
+        form = json.dumps(said, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         digest.update(form.encode())
-        return digest.digest(), sum(len(message["content"].encode()) for message in document.messages)
+        return digest.digest(), sum(len(message["content"].encode()) for message in document.turns)
     size = 0
     for start in range(0, len(document.text), PIECE_CHARACTERS):
         data = document.text[start : start + PIECE_CHARACTERS].encode()

@@ -191,13 +191,19 @@ def open_examples(store: Store, split_name: str, run: Run) -> Examples:
 
     Raises:
         TooShort: the split holds none.
-        UserError: the plan of `packed` can't be read.
+        UserError: the plan of `packed` can't be read, or the store holds pairs and the packing isn't theirs, or the
+            other way round.
     """
+    from meshwright.data.pairs import Pairs, check_pairs
+
+    check_pairs(store, run)
     split, length = store.split(split_name), run.train.sequence_length
     if run.data.packing == "stream":
         return Stream(split, length)
     if run.data.packing == "padded":
         return Padded(split, length)
+    if run.data.packing == "pairs":
+        return Pairs(split, length)
     return Packed(split, length, ensure_packed(store, split_name, length), run.data.document_mask)
 
 

@@ -73,8 +73,9 @@ class Dataset:
 
     def _documents_of(self, table: Any, first: int) -> Iterator[Document]:
         for item in from_table(first, table, self.rules):
-            self.bytes_read += _size(item.text) + sum(_size(message["content"]) for message in item.messages)
-            yield Document(f"{self.name}#{item.number}", item.text, item.fault, item.messages, (0, item.number))
+            self.bytes_read += _size(item.text) + sum(_size(one["content"]) for one in item.messages + item.rejected)
+            name, place = f"{self.name}#{item.number}", (0, item.number)
+            yield Document(name, item.text, item.fault, item.messages, place, item.rejected)
 
     def _load(self, passed: int) -> Iterable[Any]:
         datasets = optional("datasets", f"{self.key} = {self.name!r}")

@@ -92,7 +92,7 @@ def make_store(
         recipe: what it is made from.
         partial: where; the tokenizer is saved there already.
         tokenizer: what encodes.
-        data: the run's, for `normalize`, `deduplicate`, `on_bad` and `processes`.
+        data: the run's, for `packing`, `normalize`, `deduplicate`, `on_bad` and `processes`.
         progress: called once a block, from this thread.
         encode: how documents become tokens.
 
@@ -115,7 +115,7 @@ class _Making:
         state = partial.state if "splits" in partial.state else {}
         self.recipe, self.partial, self.tokenizer, self.data, self.progress = recipe, partial, tokenizer, data, progress
         template = make_template(recipe.chat, tokenizer) if recipe.chat else None
-        self.task = Task(str(partial.folder / "tokenizer"), template, data.normalize)
+        self.task = Task(str(partial.folder / "tokenizer"), template, data.normalize, data.packing == "pairs")
         self.share = recipe.validation if isinstance(recipe.validation, float) else 0.0
         self.commits: int = state.get("commits", 0)
         self.uncommitted = 0
@@ -163,6 +163,7 @@ class _Making:
         self._check(*(splits[name]["documents"] for name in SPLITS))
         left_out = self.left_out.to_json()
         about = {"made_from": self.recipe.made_from, "left_out": left_out, "duplicates": self.duplicates}
+        about |= {"pairs": True} if self.task.pairs else {}
         write_manifest(self.partial.folder, splits, self.tokenizer, id_type(self.tokenizer), about)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from meshwright.data.documents import Source
 from meshwright.data.encode import Progress
 from meshwright.data.make import Encode, Recipe, encode_here, make_store
 from meshwright.data.packing import prepare_packing
+from meshwright.data.pairs import check_pairs, pairs_left_out
 from meshwright.data.partial import Partial, Taken, claim, identity, is_free, tidy
 from meshwright.data.recipes import Plan, plan_stores
 from meshwright.data.store import Store
@@ -46,7 +47,8 @@ def prepare(
         run: the run.
         source: documents from Python, in place of `data.train`.
         on_progress: called as `Progress` says.
-        on_note: called with a line to show: that another process is waited for, and what was left out.
+        on_note: called with a line to show: that another process is waited for, and what was left out, or doesn't
+            fit a row.
         encode: how documents become tokens; the stores are the same, however it is done.
         tokenizer: what encodes, in place of `tokenizer.kind`.
 
@@ -59,6 +61,8 @@ def prepare(
     corpus = Corpus(preparing.stores(), plan.names, plan.weights)
     _check(run, plan, corpus)
     prepare_packing(corpus, run)
+    if on_note and (left_out := pairs_left_out(corpus, run)):
+        on_note(left_out)
     return corpus
 
 
@@ -138,6 +142,7 @@ class _Preparing:
 def _check(run: Run, plan: Plan, corpus: Corpus) -> None:
     first = corpus.stores[0]
     for store in corpus.stores:
+        check_pairs(store, run)
         one, other = first.manifest["tokenizer"], store.manifest["tokenizer"]
         if one["fingerprint"] != other["fingerprint"]:
             raise UserError(

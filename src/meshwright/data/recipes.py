@@ -75,7 +75,9 @@ class _Planning:
         self.described = {i: one.describe() for i, one in enumerate(found) if not isinstance(one, Store)}
         self.held_out: Source | None = None
         if isinstance(run.data.validation, str) and self.described:
-            self.held_out = open_source(run.data.validation, run.data, "data.validation")
+            self.held_out = open_source(
+                run.data.validation, run.data, "data.validation", pairs=run.data.packing == "pairs"
+            )
 
     def items(self) -> list[Recipe | Store]:
         """A recipe for each source that isn't a store."""
@@ -99,7 +101,14 @@ class _Planning:
             made_from["deduplicate"] = True
         if apart is not None:
             made_from["apart_from"] = apart.describe()
+        if data.packing == "pairs":
+            made_from["pairs"] = True
         chat = self.keys[index].chat or (data.chat if isinstance(data.validation, str) else "")
+        if data.packing == "pairs" and not chat:
+            raise UserError(
+                f"data.chat = {chat!r}: data.packing = {data.packing!r} reads conversations, which a template writes "
+                'as text; set it, such as to "chatml"'
+            )
         if chat:
             # One that is to be trained gives a template what one trained on nothing does.
             tokenizer = self.tokenizer or train_bpe([], 257)
@@ -130,7 +139,7 @@ def _open(run: Run, one: MixedSource) -> Source | Store:
         return _open_nanogpt(run, one.source)
     if (Path(one.source) / "manifest.json").is_file():
         return _open_ready(run, one.source)
-    return open_source(one.source, one)
+    return open_source(one.source, one, pairs=run.data.packing == "pairs")
 
 
 def _open_ready(run: Run, path: str) -> Store:

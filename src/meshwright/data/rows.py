@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 from meshwright.config_data import SourceKeys
 from meshwright.data.licence import without_licence
 
+ANSWERS = ("chosen", "rejected")
+"""Columns of a pair."""
+
 _MISSING = object()
+Messages = tuple[dict[str, str], ...]
+Turn = tuple[str, Any, Any]
+"""What to call it, its role and its content, which may be anything yet."""
+
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}
 
 
@@ -18,6 +25,7 @@ class Item(NamedTuple):
     text: str = ""
     fault: str = ""
     messages: tuple[dict[str, str], ...] = ()
+    rejected: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,11 +37,17 @@ class Rules:
     max_document_mb: float = 64.0
     strip_licence: bool = False
     chat: str = ""
+    pairs: bool = False
 
     @staticmethod
-    def of(keys: Any) -> "Rules":
-        """The rules of anything with the attributes of `SourceKeys`."""
-        return Rules(keys.field, keys.separator.encode(), keys.max_document_mb, keys.strip_licence, keys.chat)
+    def of(keys: Any, *, pairs: bool = False) -> "Rules":
+        """The rules of anything with the attributes of `SourceKeys`.
+
+        Arguments:
+            keys: have those attributes.
+            pairs: whether a row is a pair of answers, a chosen and a rejected one.
+        """
+        return Rules(keys.field, keys.separator.encode(), keys.max_document_mb, keys.strip_licence, keys.chat, pairs)
 
     @property
     def limit(self) -> int:
@@ -61,6 +75,9 @@ class Rules:
         Arguments:
             names: the table's columns.
         """
+        if self.pairs:
+            there = [name for name in ("prompt", *ANSWERS) if name in names]
+            return there if set(ANSWERS) <= set(there) else []
         if self.chat and self.field == "text":
             wanted = ["messages"] if "messages" in names else ["prompt", "completion"]
             return wanted if set(wanted) <= set(names) else []
@@ -73,6 +90,7 @@ class Rules:
     def missing(self, names: list[str]) -> str:
         """The fault of a whole table that lacks what is wanted."""
         wanted = "messages, or prompt and completion" if self.chat and self.field == "text" else self.field
+        wanted = " and ".join(ANSWERS) if self.pairs else wanted
         return f"missing field ({wanted}; there are {', '.join(names[:20]) or 'no columns'})"
 
 
@@ -102,8 +120,10 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 def from_row(number: int, row: dict[str, Any], rules: Rules) -> Item:
     """A row of JSON lines, Parquet, CSV or a dataset as a document."""
+    if rules.pairs:
+        return _usable(number, rules, *(_answered(row, name) for name in ANSWERS))
     if rules.chat:
-        return _conversation(number, row, rules)
+        return _usable(number, rules, _checked(_turns(row, rules)))
     value = _find(row, rules.field)
     if isinstance(value, str):
         return from_text(number, value, rules)
@@ -168,23 +188,61 @@ def _not_text(field: str, value: Any, wanted: str = "text") -> str:
     return f"field isn't {wanted} ({field} is {_KINDS.get(type(value), type(value).__name__)})"
 
 
-def _conversation(number: int, row: dict[str, Any], rules: Rules) -> Item:
-    turns = _turns(row, rules)
+def _usable(number: int, rules: Rules, *conversations: Messages | str) -> Item:
+    """One conversation, or a chosen and a rejected one, as a document; a text in place of one is its fault."""
+    whole = [one for one in conversations if not isinstance(one, str)]
+    if faults := [one for one in conversations if isinstance(one, str)]:
+        return Item(number, fault=faults[0])
+    size = sum(len(message["content"].encode()) for one in whole for message in one)
+    if not size or size > rules.limit:
+        return Item(number, fault=rules.too_large(size) if size else "empty")
+    return Item(number, "", "", *whole)
+
+
+def _checked(turns: list[Turn] | str) -> Messages | str:
     if isinstance(turns, str):
-        return Item(number, fault=turns)
+        return turns
     for where, role, content in turns:
         for name, value in ((f"role of {where}", role), (where, content)):
             fault = _fault(value) if isinstance(value, str) else _not_text(name, value)
             if fault:
-                return Item(number, fault=fault)
-    size = sum(len(content.encode()) for _, _, content in turns)
-    if not size or size > rules.limit:
-        return Item(number, fault=rules.too_large(size) if size else "empty")
-    return Item(number, messages=tuple({"role": role, "content": content} for _, role, content in turns))
+                return fault
+    return tuple({"role": role, "content": content} for _, role, content in turns)
 
 
-def _turns(row: dict[str, Any], rules: Rules) -> list[tuple[str, Any, Any]] | str:
-    # Each is what to call it, its role and its content, which may be anything yet; or a fault.
+def _answered(row: dict[str, Any], name: str) -> Messages | str:
+    """The whole conversation that ends with one of a pair's answers; or a fault."""
+    prompt, answer = row.get("prompt"), row.get(name, _MISSING)
+    if prompt is None and isinstance(answer, str):
+        return "missing field (prompt)"
+    messages = _checked(_said(name, answer, "assistant"))
+    before = () if prompt is None else _checked(_said("prompt", prompt, "user"))
+    if isinstance(messages, str) or isinstance(before, str):
+        return messages if isinstance(messages, str) else before
+    if messages and before and messages[: len(before)] != before:
+        if messages[0]["role"] != "assistant":
+            return f"two prompts ({name} neither is an answer to prompt nor begins with it)"
+        messages = before + messages
+    if not messages or messages[-1]["role"] != "assistant":
+        return f"no answer (the last turn of {name} isn't the assistant's)"
+    return messages
+
+
+def _said(name: str, value: Any, role: str) -> list[Turn] | str:
+    if isinstance(value, str):
+        return [(name, role, value)]
+    return _listed(name, value) if isinstance(value, list) else _not_text(name, value, "text or a list")
+
+
+def _listed(name: str, turns: list[Any]) -> list[Turn] | str:
+    named = [(f"{name}[{place}]", turn) for place, turn in enumerate(turns)]
+    for where, turn in named:
+        if not isinstance(turn, dict):
+            return _not_text(where, turn, "an object")
+    return [(where, turn.get("role", _MISSING), turn.get("content", _MISSING)) for where, turn in named]
+
+
+def _turns(row: dict[str, Any], rules: Rules) -> list[Turn] | str:
     field = rules.field if rules.field != "text" else "messages"
     turns = _find(row, field)
     if field == "messages" and turns in (_MISSING, None):
@@ -192,10 +250,4 @@ def _turns(row: dict[str, Any], rules: Rules) -> list[tuple[str, Any, Any]] | st
             return "missing field (messages, or prompt and completion)"
         pairs = (("prompt", "user"), ("completion", "assistant"))
         return [(name, role, row.get(name, _MISSING)) for name, role in pairs]
-    if not isinstance(turns, list):
-        return _not_text(field, turns, "a list")
-    named = [(f"{field}[{place}]", turn) for place, turn in enumerate(turns)]
-    for name, turn in named:
-        if not isinstance(turn, dict):
-            return _not_text(name, turn, "an object")
-    return [(name, turn.get("role", _MISSING), turn.get("content", _MISSING)) for name, turn in named]
+    return _listed(field, turns) if isinstance(turns, list) else _not_text(field, turns, "a list")

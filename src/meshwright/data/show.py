@@ -106,7 +106,7 @@ def look(corpus: Corpus, run: Run, count: int, split: str = "train") -> View:
         split=split,
         sources=[Origin(name, one.token_count, one.document_count) for name, one in zip(names, splits, strict=True)],
         packing=run.data.packing,
-        document_mask=run.data.packing == "packed" and run.data.document_mask,
+        document_mask=run.data.packing == "pairs" or (run.data.packing == "packed" and run.data.document_mask),
         sequence_length=run.train.sequence_length,
         padding=1 - float(held @ many / many.sum()),
         end_of_text=decoding.name(decoding.end_of_text),

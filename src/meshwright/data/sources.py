@@ -84,10 +84,10 @@ class Files:
                 # By itself a file's name says it all, where the file is one document, and where it can't be read.
                 alone = item.number == 0 and not (kind == "text" and self.rules.separator)
                 name = path if alone else f"{path}#{item.number}"
-                yield Document(name, item.text, item.fault, item.messages, (file, item.number))
+                yield Document(name, item.text, item.fault, item.messages, (file, item.number), item.rejected)
 
 
-def open_source(spec: str, keys: Any = None, key: str = "data.train") -> PlacedSource:
+def open_source(spec: str, keys: Any = None, key: str = "data.train", *, pairs: bool = False) -> PlacedSource:
     """Open what a run file names as a source.
 
     Arguments:
@@ -95,12 +95,13 @@ def open_source(spec: str, keys: Any = None, key: str = "data.train") -> PlacedS
             or at an address such as `s3://bucket/texts`; or `hf:<dataset>[:config][:split]`.
         keys: how it is read: anything with the attributes of `SourceKeys`; None: their defaults.
         key: the run file's key, for error messages.
+        pairs: whether rows are pairs of answers.
 
     Raises:
         UserError: there is no such file, nothing matches, or a library is missing.
     """
     keys = keys or SourceKeys()
-    rules = Rules.of(keys)
+    rules = Rules.of(keys, pairs=pairs)
     if spec.startswith("hf:") and "://" not in spec:
         return open_dataset(spec, rules, key)
     kept = _kept(keys)

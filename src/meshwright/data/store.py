@@ -2,10 +2,13 @@
 
 manifest.json               what the store holds and was made from; without it, a folder is no store
 train_00000.bin             ids, uint16 where the vocabulary fits, else uint32; end of text after each document
-train_00000.weights         of conversations: uint8 a token, 1 where it is to be learned, else 0
+train_00000.weights         of conversations: uint8 a token, 1 where it is to be learned, else 0; of pairs see below
 train_documents.bin         uint64: the position just past each document's end of text
 validation_00000.bin        (and so on)
 tokenizer/                  what `load_tokenizer` reads
+
+A store of pairs (`pairs` in its manifest) has one document a pair: the tokens of the chosen conversation, end of text,
+those of the rejected one, end of text. Weights are bits: `LEARNED`, and `REJECTED` for the second half.
 """
 
 import hashlib
@@ -23,6 +26,7 @@ from meshwright.errors import UserError
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
+LEARNED, REJECTED = 1, 2
 
 # Tokens looked at in one piece when a whole split must be read, and the places and their size when a sample will do.
 SCAN_TOKENS = 1 << 22
@@ -39,7 +43,8 @@ class Split:
         document_ends: uint64, the position just past each document's end of text; None: found by scanning when asked.
         byte_count: UTF-8 bytes of the documents; None: not known.
         token_bytes: the bytes of each id, where `byte_count` may be counted by scanning when asked.
-        weights: for each shard, uint8, 1 for a token that is to be learned, else 0; None: all are.
+        weights: for each shard, uint8, 1 for a token that is to be learned, else 0; of a store of pairs bits, see
+            above; None: all are to be learned.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class Split:
         """Which of tokens `start` to `start + length` are to be learned.
 
         Returns:
-            float32 `[length]`: 1 where one is, else 0.
+            float32 `[length]`: 1 where one is, else 0; of a store of pairs its bits, from 0 to 3.
 
         Raises:
             IndexError: the range isn't within the split.
@@ -171,6 +176,11 @@ class Store:
     def fingerprint(self) -> str:
         """Changes when a token or the tokenizer does; a checkpoint holds it."""
         return self.manifest["fingerprint"]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its documents are pairs of answers."""
+        return bool(self.manifest.get("pairs"))
 
     def split(self, name: str) -> Split:
         """The split `train` or `validation`."""

@@ -57,5 +57,5 @@ def training_texts(
 
 def _texts(document: Document) -> Iterator[str]:
     if document.messages:
-        return (message["content"] for message in document.messages)
+        return (message["content"] for message in document.turns)
     return cut(document.text)

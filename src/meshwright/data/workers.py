@@ -46,11 +46,13 @@ class Task(NamedTuple):
     template: Template | None = None
     """For conversations; pickled, so that what it keeps from when it was made (the date) is the same everywhere."""
     normalize: str = "none"
+    pairs: bool = False
+    """Whether a document is a chosen and a rejected conversation."""
 
     def encoder(self, tokenizer: Tokenizer | None = None, batch_characters: int = BLOCK_CHARACTERS) -> Encoder:
         """The encoder, of a tokenizer that is open already where one is given."""
         opened = tokenizer or load_tokenizer(Path(self.tokenizer))
-        return Encoder(opened, self.template, self.normalize, batch_characters)
+        return Encoder(opened, self.template, self.normalize, batch_characters, pairs=self.pairs)
 
 
 def core_count() -> int:

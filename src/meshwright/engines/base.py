@@ -51,14 +51,16 @@ class Engine(Protocol):
             stop: a signal that asks this process to stop; 0: none.
 
         Returns:
-            `loss`, `grad_norm`, `tokens` (those that counted), `learning_rate` where it is known, and a researcher's
-            own metrics, each still on its way: `float(value)` waits for it. Where several processes train together
-            also `stop`, the largest that any of them gave, so that all stop at the same step.
+            `loss`, `grad_norm`, `tokens` (those that counted), `learning_rate` where it is known, of pairs
+            `reward_margin` and `reward_accuracy`, and a researcher's own metrics, each still on its way:
+            `float(value)` waits for it. Where several processes train together also `stop`, the largest that any of
+            them gave, so that all stop at the same step.
         """
         ...
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
-        """The sum of the token losses (nats) of a batch and the count of the tokens in it, each on its way."""
+        """The sum of the token losses (nats) of a batch and the count of the tokens in it, each on its way; of pairs
+        the sum of their losses and the count of pairs."""
         ...
 
     def trace(self, folder: Path) -> AbstractContextManager:

@@ -3,14 +3,17 @@
 from meshwright.models.spec import ModelSpec
 
 
-def training_flops(spec: ModelSpec, active_parameters: int, sequence_length: int, adapters: int = 0) -> int:
+def training_flops(
+    spec: ModelSpec, active_parameters: int, sequence_length: int, adapters: int = 0, *, reference: bool = False
+) -> int:
     """Floating-point operations of training on one token: `6 P + 12 L H Q T`, under LoRA `4 P + 6 A + 12 L H Q T`.
 
     The convention of PaLM (Chowdhery et al., 2022, appendix B): a multiplication and an addition for each parameter,
     once forward and twice backward; and the two products of attention, over the whole square of scores although half
     of it is masked. What `train.remat` computes again isn't counted.
 
-    Parameters that aren't trained have no gradient, which is one of the two backward.
+    Parameters that aren't trained have no gradient, which is one of the two backward. A reference that is computed
+    beside, forward and without adapters, takes `2 P + 4 L H Q T` more.
 
     P are the `multiplied_parameters`, A those of adapters, L layers, H heads, Q the mean of the widths of a head's keys
     and of its values, T the sequence length.
@@ -20,9 +23,12 @@ def training_flops(spec: ModelSpec, active_parameters: int, sequence_length: int
         active_parameters: those that take part in the computation of one token.
         sequence_length: tokens of a sequence.
         adapters: parameters of adapters; 0: there are none, and all parameters are trained.
+        reference: whether the same tokens pass the model without adapters, too.
     """
-    products = (4 if adapters else 6) * multiplied_parameters(spec, active_parameters) + 6 * adapters
-    return products + 6 * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
+    passes = (2 if adapters else 3) + reference
+    products = 2 * passes * multiplied_parameters(spec, active_parameters) + 6 * adapters
+    attention = 2 * (3 + reference) * spec.layers * spec.heads * sum(head_widths(spec)) * sequence_length
+    return products + attention
 
 
 def multiplied_parameters(spec: ModelSpec, active_parameters: int) -> int:

@@ -71,13 +71,14 @@ def model_card(
     sources = ", ".join(f"`{one.source}`" for one in run.data.sources)
     active = f", {active_parameters:,} of them for each token" if active_parameters < parameters else ""
     start = "" if started == "random" else f", from the parameters of `{started}`"
+    unit = "DPO, a pair" if run.data.packing == "pairs" else "nats a token"
     rows = {
         "parameters": f"{parameters:,}{active}, in {dtype}",
         "architecture": f"{_kind(run)}: {run.model.layers} layers of width {run.model.width}, "
         f"context of {run.model.context_length:,} tokens, vocabulary of {run.model.vocab_size:,}",
         "trained for": f"{manifest['step']:,} steps, {manifest.get('tokens', 0):,} tokens{start}",
         **adapters,
-        **{_LOSSES[key]: f"{losses[key]:.4f}" for key in _LOSSES if losses.get(key) is not None},
+        **{_LOSSES[key].format(unit=unit): f"{losses[key]:.4f}" for key in _LOSSES if losses.get(key) is not None},
         "data": f"{sources}; fingerprint `{identity.get('data (fingerprint)', 'unknown')}`",
         "tokenizer": f"`{run.tokenizer.kind}`; fingerprint `{identity.get('tokenizer (fingerprint)', 'unknown')}`",
     }
@@ -100,7 +101,7 @@ def _kind(run: Run) -> str:
 
 
 _LOSSES = {
-    "loss": "training loss (nats a token)",
-    "val_loss": "validation loss (nats a token)",
+    "loss": "training loss ({unit})",
+    "val_loss": "validation loss ({unit})",
     "val_bits_per_byte": "validation bits a byte",
 }

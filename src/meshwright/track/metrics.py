@@ -90,7 +90,9 @@ class MetricsLog(JsonLines):
     (trained so far), `tokens_per_second`, `step_seconds` (mean since the record before), `mfu` (a share of 1) where
     the device's peak is known, `epochs` (how often the training text was gone through; of several sources
     `epochs/<name>` and `tokens/<name>`), and any metrics of one's own. An evaluation is a record of its own: `step`,
-    `val_loss` (nats a token), `val_perplexity`, `val_bits_per_byte`.
+    `val_loss` (nats a token), `val_perplexity`, `val_bits_per_byte`. Where pairs are trained on, losses are DPO's, a
+    mean over pairs, evaluations have `val_loss` alone, and training records also `reward_margin` and
+    `reward_accuracy`.
     """
 
 

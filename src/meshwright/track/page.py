@@ -143,7 +143,7 @@ PAGE = f"""<!doctype html>
 $evaluations
 $samples
 <section><h2>Run file</h2><pre>$run_file</pre></section>
-<footer>Steps count from the start of training. Losses are in nats a token.</footer>
+<footer>Steps count from the start of training. Losses are $losses.</footer>
 </main>
 <script>{_SCRIPT}</script>
 </body>

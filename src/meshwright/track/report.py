@@ -59,6 +59,7 @@ def write_report(run_dir: str | Path) -> Path:
     page = Template(PAGE).substitute(
         name=escape(str(run.get("name", run_dir.name))),
         facts=_facts(run),
+        losses="of pairs (DPO)" if run.get("data", {}).get("packing") == "pairs" else "in nats a token",
         tiles=_tiles(columns, _parameters(run_dir)),
         charts=_charts(columns),
         evaluations=_sources(columns) + _evaluations(columns),

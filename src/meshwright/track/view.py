@@ -89,11 +89,14 @@ def draw(view: View, terminal: Terminal) -> None:
 
 def facts(view: View) -> list[tuple[str, str]]:
     """What there is to know of all examples, as names and values."""
-    sources = [f"{one.name}: {one.tokens:,} tokens in {_count(one.documents, 'document')}" for one in view.sources]
+    what = "pair" if view.packing == "pairs" else "document"
+    sources = [f"{one.name}: {one.tokens:,} tokens in {_count(one.documents, what)}" for one in view.sources]
     padding = f"{view.padding:.2%} of places are padding"
     packing = f"{view.packing}, {view.sequence_length:,} places a sequence, {padding}"
     if view.packing == "packed":
         packing += f"; attention {'within a document' if view.document_mask else 'across documents'}"
+    if view.packing == "pairs":
+        packing += "; attention within a text"
     names = ["source" if len(sources) == 1 else "sources", *[""] * (len(sources) - 1)]
     return [*zip(names, sources, strict=True), ("packing", packing)]
 
@@ -102,7 +105,8 @@ def title(view: View, example: Example) -> str:
     """What an example is."""
     batch = "step" if view.split == "train" else "batch"
     source = f", from {example.source}" if len(view.sources) > 1 else ""
-    return f"example {example.row} of {batch} {example.step}{source}: {_count(example.learned, 'token')} learned"
+    learned = f"{_count(example.learned, 'token')} {'compared' if view.packing == 'pairs' else 'learned'}"
+    return f"example {example.row} of {batch} {example.step}{source}: {learned}"
 
 
 def part_label(view: View, number: int, part: Part) -> str:
@@ -110,6 +114,8 @@ def part_label(view: View, number: int, part: Part) -> str:
     if view.packing == "padded" or (view.packing == "stream" and number == 1):
         return ""
     name = f"document {number}" if view.packing == "packed" else "another document"
+    if view.packing == "pairs":
+        name = ("chosen", "rejected")[number - 1]
     if not part.positions:
         return f"{name}, to be predicted only"
     return f"{name}, positions {part.positions[0]} to {part.positions[-1]}"

@@ -37,11 +37,14 @@ class WholeModel(LossModel):
 
     def loss(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LossModel.loss`; a router's own losses aren't part of it."""
+        total = self._summed(rows)
+        return total.detach(), total
+
+    def _summed(self, rows: Rows, parts: int | None = None) -> torch.Tensor:
         scores_NV = self._scores(rows).flatten(0, 1)
         first = share(self._spec.vocab_size, self._tensor)[0] if self._tensor else 0
         targets_N, weights_N = rows.targets_MT.flatten(), rows.weights_MT.flatten()
-        total = _Sum.apply(scores_NV, targets_N - first, weights_N, self._chunk, self._tensor)
-        return total.detach(), total
+        return _Sum.apply(scores_NV, targets_N - first, weights_N, self._chunk, self._tensor, parts)
 
     def scores(self, tokens_MT: torch.Tensor) -> torch.Tensor:
         """See `LossModel.scores`."""
@@ -83,7 +86,8 @@ def check_masks(placed: Any, run: Run) -> None:
     Raises:
         UserError: they do.
     """
-    time, apart = min(_TRIED, run.train.sequence_length), run.data.packing == "packed" and run.data.document_mask
+    time, packing = min(_TRIED, run.train.sequence_length), run.data.packing
+    apart = packing == "pairs" or (packing == "packed" and run.data.document_mask)
     half, vocab = time // 2, run.model.vocab_size or placed.config.vocab_size
     tokens_3T = np.tile(np.random.default_rng(0).integers(0, vocab, time), (3, 1))
     tokens_3T[1, -1] = (tokens_3T[1, -1] + vocab // 2) % vocab
@@ -103,9 +107,10 @@ def check_masks(placed: Any, run: Run) -> None:
             "can't be trained to go on with a text; choose a causal language model"
         )
     if apart and _anywhere((scores_3TV[0, half:] - scores_3TV[2, half:]).abs().max() > kept, placed):
+        instead = 'set data.document_mask = false, or data.packing to "padded" or "stream"'
         raise UserError(
-            f'data.packing = "packed": models of model_type {kind!r} don\'t keep the documents of a row apart; set '
-            'data.document_mask = false, or data.packing to "padded" or "stream"'
+            f'data.packing = "{packing}": models of model_type {kind!r} don\'t keep the documents of a row apart; '
+            f"{'choose another model' if packing == 'pairs' else instead}"
         )
 
 
@@ -115,7 +120,10 @@ def _anywhere(found: torch.Tensor, placed: Any) -> bool:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the token losses (nats) by given scores, in float32; of a shared vocabulary the same everywhere."""
+    """The sum of the token losses (nats) by given scores, in float32; of a shared vocabulary the same everywhere.
+
+    With `parts`, as many sums: see `meshwright.engines.torch.loss.cross_entropy_sum`.
+    """
 
     @staticmethod
     def forward(
@@ -125,6 +133,7 @@ class _Sum(torch.autograd.Function):
         weights_N: torch.Tensor,
         chunk: int,
         vocab: TensorGroup | None,
+        parts: int | None,
     ) -> torch.Tensor:
         largest, picked = [], []
         for scores_CV, local_C in zip(scores_NV.split(chunk), local_N.split(chunk), strict=True):
@@ -139,14 +148,16 @@ class _Sum(torch.autograd.Function):
             largest_N, picked_N = total_2N[0].log() + highest_N, total_2N[1]
         ctx.save_for_backward(scores_NV, local_N, weights_N, largest_N)
         ctx.chunk = chunk
-        return ((largest_N - picked_N) * weights_N).sum()
+        losses_N = (largest_N - picked_N) * weights_N
+        return losses_N.sum() if parts is None else losses_N.view(parts, -1).sum(dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         scores_NV, local_N, weights_N, largest_N = ctx.saved_tensors
-        d_NV = torch.empty_like(scores_NV)
-        pieces = (x.split(ctx.chunk) for x in (scores_NV, local_N, weights_N * gradients[0], largest_N, d_NV))
+        d_NV, scale = torch.empty_like(scores_NV), gradients[0]
+        scale = scale.repeat_interleave(len(weights_N) // len(scale)) if scale.ndim else scale
+        pieces = (x.split(ctx.chunk) for x in (scores_NV, local_N, weights_N * scale, largest_N, d_NV))
         for scores_CV, local_C, weights_C, largest_C, d_CV in zip(*pieces, strict=True):
             is_target_CV = torch.arange(scores_CV.shape[1], device=scores_CV.device) == local_C[:, None]
             d_CV.copy_(((scores_CV.float() - largest_C[:, None]).exp() - is_target_CV.float()) * weights_C[:, None])
-        return d_NV, None, None, None, None
+        return d_NV, *(None,) * 5

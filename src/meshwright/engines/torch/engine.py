@@ -92,7 +92,7 @@ class TorchEngine:
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
-        return evaluate(self._placed, batch)
+        return evaluate(self._placed, batch, self._run)
 
     @contextmanager
     def trace(self, folder: Path) -> Iterator[None]:
@@ -157,7 +157,8 @@ class TorchEngine:
         if peak is None or placed.dtype != torch.bfloat16 or "expert" in self._spec.config:
             return None
         adapters = self.trained_parameters if run.lora.rank else 0
-        flops = training_flops(self._spec, self.active_parameters, run.train.sequence_length, adapters)
+        sizes, reference = (self.active_parameters, run.train.sequence_length), run.data.packing == "pairs"
+        flops = training_flops(self._spec, *sizes, adapters, reference=reference)
         return flops / (peak * (1 if mesh.mesh is None else mesh.mesh.size()))
 
 

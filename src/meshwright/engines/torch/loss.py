@@ -26,10 +26,13 @@ class _Sum(torch.autograd.Function):
         softcap: float,
         vocab: TensorGroup | None,
         first: int,
+        parts: int | None,
     ) -> torch.Tensor:
         wants, wants_kernel = any(ctx.needs_input_grad), ctx.needs_input_grad[1]
         sums, slopes = _compiled(x_ND.is_cuda)
-        total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        if wants_kernel and parts is not None:
+            raise ValueError("sums of parts have no gradient for the head, whose parts aren't kept apart")
+        losses_N = torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
         d_x_ND = torch.empty_like(x_ND) if wants else None
         d_kernel_VD = torch.zeros_like(kernel_VD, dtype=torch.float32) if wants_kernel else None
         for start in range(0, len(x_ND), chunk):
@@ -39,7 +42,7 @@ class _Sum(torch.autograd.Function):
             largest_C, picked_C = sums(scores_CV, local_C)
             if vocab is not None:
                 largest_C, picked_C = _over_vocabulary(largest_C, picked_C, vocab)
-            total += ((largest_C - picked_C) * weights_C).sum()
+            losses_N[here] = (largest_C - picked_C) * weights_C
             if d_x_ND is None:
                 continue
             d_CV = slopes(scores_CV, largest_C, local_C, weights_C, softcap, x_CD.dtype)
@@ -48,14 +51,16 @@ class _Sum(torch.autograd.Function):
                 d_kernel_VD += _product(d_CV.T, x_CD)
         if d_x_ND is not None:
             ctx.save_for_backward(d_x_ND, None if d_kernel_VD is None else d_kernel_VD.to(kernel_VD.dtype))
-        return total
+        return losses_N.sum() if parts is None else losses_N.view(parts, -1).sum(dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         d_x_ND, d_kernel_VD = ctx.saved_tensors
         scale = gradients[0]
         d_kernel_VD = None if d_kernel_VD is None else d_kernel_VD * scale
-        return d_x_ND * scale, d_kernel_VD, *(None,) * 6
+        if scale.ndim:  # of parts, each by its own
+            scale = scale.repeat_interleave(len(d_x_ND) // len(scale))[:, None]
+        return (d_x_ND * scale).to(d_x_ND.dtype), d_kernel_VD, *(None,) * 7
 
 
 def cross_entropy_sum(
@@ -68,6 +73,7 @@ def cross_entropy_sum(
     softcap: float = 0.0,
     vocab: TensorGroup | None = None,
     first: int = 0,
+    parts: int | None = None,
 ) -> torch.Tensor:
     """The sum of the token losses, in nats; the same in every process of a tensor group.
 
@@ -75,14 +81,16 @@ def cross_entropy_sum(
         x_ND: the residual stream after the last norm.
         kernel_VD: of the head.
         targets_N: the token that came.
-        weights_N: 1 where the token counts, 0 where it doesn't.
+        weights_N: 1 where the token counts, 0 where it doesn't; any number will do.
         chunk: at most so many tokens at a time.
         softcap: bound c of the scores, as c tanh(score / c); 0: none.
         vocab: the processes that share the vocabulary; None: this one has it all. The gradient of `x_ND` is then of
             this process's share.
         first: the token of the first row of `kernel_VD`.
+        parts: into how many parts of the same length the tokens are cut, one after another, each with a sum of its own,
+            `[parts]`; the head must then not be trained. None: all have one sum.
     """
-    return _Sum.apply(x_ND, kernel_VD, targets_N, weights_N, chunk, softcap, vocab, first)
+    return _Sum.apply(x_ND, kernel_VD, targets_N, weights_N, chunk, softcap, vocab, first, parts)
 
 
 def scores_of(x_CD: torch.Tensor, kernel_VD: torch.Tensor, softcap: float = 0.0) -> torch.Tensor:

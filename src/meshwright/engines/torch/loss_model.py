@@ -55,22 +55,29 @@ class LossModel(nn.Module):
         """The sum of the token losses, and that with the routers' losses added, whose gradient is wanted."""
         if self._routers:
             self._routers.listen()
+        total = self._summed(rows)
+        return total.detach(), total if self._routers is None else total + self._routers.take(rows.weights_MT)
+
+    def row_losses(self, rows: Rows) -> torch.Tensor:
+        """Of each row the sum of its token losses times their weights, `[M]`; its head must not be trained."""
+        return self._summed(rows, len(rows.inputs_MT))
+
+    def _summed(self, rows: Rows, parts: int | None = None) -> torch.Tensor:
         x_MTD = self._hidden(rows)
-        weights_MT = rows.weights_MT
         first = share(self._spec.vocab_size, self._tensor)[0] if self._tensor else 0
         if self._tensor:
             x_MTD = self._tensor.enter(x_MTD)
-        total = cross_entropy_sum(
+        return cross_entropy_sum(
             x_MTD.flatten(0, 1),
             local(self.model.get_output_embeddings().weight),
             rows.targets_MT.flatten(),
-            weights_MT.flatten(),
+            rows.weights_MT.flatten(),
             chunk=self._chunk,
             softcap=self._spec.final_softcap,
             vocab=self._tensor,
             first=first,
+            parts=parts,
         )
-        return total.detach(), total if self._routers is None else total + self._routers.take(weights_MT)
 
     def scores(self, tokens_MT: torch.Tensor) -> torch.Tensor:
         """Scores of the token after each, `[M, T, V]` float32."""

@@ -17,6 +17,7 @@ from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.loss_model import Rows
 from meshwright.engines.torch.optimizer import Optimizer
 from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.preference import SUMS, has_pair, preference
 from meshwright.engines.torch.recorded import Recorded
 
 
@@ -24,19 +25,20 @@ class Step:
     """Trains a model.
 
     Arguments:
-        run: seed, clipping and what to do with a loss that isn't finite are read.
+        run: seed, clipping, what to do with a loss that isn't finite, and whether pairs are trained on, are read.
         placed: the model, whose parameters change in place.
         optimizer: of its parameters.
     """
 
     def __init__(self, run: Run, placed: Placed, optimizer: Optimizer):
         self._run, self._placed, self._optimizer = run, placed, optimizer
+        self._of_pairs = run.data.packing == "pairs"
         self._everywhere = [name for name, p in placed.parameters.items() if not _is_cut(p)]
         on_card, random = placed.mesh.device.type == "cuda", run.model.dropout > 0
         # The experts of `transformers` ask the device how many tokens each of them has; what a class of its own asks
         # isn't known.
         known = run.model.family != "transformers" and not run.model.experts
-        recordable = on_card and known and not random
+        recordable = on_card and known and not random and not self._of_pairs
         self._recorded = Recorded(self._pass, placed.copies) if recordable and placed.copies else None
 
     def __call__(self, batch: Batch, stop: int) -> dict[str, Any]:
@@ -44,13 +46,16 @@ class Step:
         placed, optimizer, mesh = self._placed, self._optimizer, self._placed.mesh
         rows_A = place(batch, placed)
         tokens = reduced(sum(rows.weights_MT.sum() for rows in rows_A), mesh.batch_group)  # type: ignore[arg-type]
-        loss = self._accumulate(rows_A, tokens.clamp(min=1.0)) / tokens.clamp(min=1.0)
+        count = self._pairs(rows_A) if self._of_pairs else tokens
+        means = self._accumulate(rows_A, count.clamp(min=1.0)) / count.clamp(min=1.0)
+        loss = means[0]
         gradients = self._gradients()
         norm = self._norm(gradients)
         if self._run.optimizer.clip_norm:
             shrink = (self._run.optimizer.clip_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
             torch._foreach_mul_(list(gradients.values()), shrink)
-        values = {"loss": loss, "grad_norm": norm, "tokens": tokens, "learning_rate": optimizer.rate(optimizer.count)}
+        values = dict(zip(SUMS, means, strict=False))
+        values |= {"grad_norm": norm, "tokens": tokens, "learning_rate": optimizer.rate(optimizer.count)}
         if mesh.mesh is not None:
             values["stop"] = reduced(torch.tensor(stop, device=mesh.device), dist.group.WORLD, "max")
         # Under `skip` the host waits for the device here, as it must not begin what it would have to undo.
@@ -63,9 +68,15 @@ class Step:
             parameter.grad = None
         return values
 
-    def _accumulate(self, rows_A: list[Rows], tokens: torch.Tensor) -> torch.Tensor:
-        """Leave the gradients of the loss with the parameters, and return its sum over the global batch."""
-        module, total = self._placed.module, torch.zeros((), device=self._placed.mesh.device)
+    def _pairs(self, rows_A: list[Rows]) -> torch.Tensor:
+        """How many the global batch has."""
+        return reduced(torch.cat([has_pair(rows) for rows in rows_A]).sum(), self._placed.mesh.batch_group)
+
+    def _accumulate(self, rows_A: list[Rows], count: torch.Tensor) -> torch.Tensor:
+        """Leave the gradients of the loss with the parameters, and return its sum over the global batch, `[1]`; of
+        pairs all `SUMS`, `[3]`."""
+        module = self._placed.module
+        total = torch.zeros(len(SUMS) if self._of_pairs else 1, device=self._placed.mesh.device)
         module.train()
         for number, rows in enumerate(rows_A):
             if isinstance(module, FSDPModule):  # before the last, each process adds up its own
@@ -73,19 +84,22 @@ class Step:
             if self._run.model.dropout:
                 torch.manual_seed(self._dropout_seed(number))
             if self._recorded:
-                total += self._recorded(rows, tokens)
+                total += self._recorded(rows, count)
                 continue
-            total += self._pass(rows, tokens)
+            total += self._pass(rows, count)
             if copies := self._placed.copies:
                 copies.collect(copies.taken())
         return reduced(total, self._placed.mesh.batch_group)
 
-    def _pass(self, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
+    def _pass(self, rows: Rows, count: torch.Tensor) -> torch.Tensor:
         """Forward and backward of a micro-batch; the gradients stay with what the module computes with."""
         module = self._placed.module
-        loss, objective = module(module.loss, rows)
-        (objective / tokens).backward()
-        return loss
+        if self._of_pairs:
+            sums, objective = module(preference, module, rows, self._run.dpo.beta)
+        else:
+            sums, objective = module(module.loss, rows)
+        (objective / count).backward()
+        return sums
 
     def _dropout_seed(self, number: int) -> int:
         mesh = self._placed.mesh
@@ -116,15 +130,20 @@ class Step:
         return reduced(total, None if mesh.mesh is None else mesh.mesh.get_group("fsdp")).sqrt()
 
 
-def evaluate(placed: Placed, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss sum of a global batch and the count of its tokens, without dropout."""
+def evaluate(placed: Placed, batch: Batch, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss sum of a global batch and the count of its tokens, without dropout; of pairs that of their losses and
+    the count of pairs."""
     total = torch.zeros(2, device=placed.mesh.device)
     with placed.used() as module:
         module.eval()
         for rows in place(batch, placed):
-            total += torch.stack([module(module.loss, rows)[0], rows.weights_MT.sum()])
-    loss, tokens = reduced(total, placed.mesh.batch_group)
-    return loss, tokens
+            if run.data.packing == "pairs":
+                sums, _ = module(preference, module, rows, run.dpo.beta)
+                total += torch.stack([sums[0], has_pair(rows).sum()])
+            else:
+                total += torch.stack([module(module.loss, rows)[0], rows.weights_MT.sum()])
+    loss, count = reduced(total, placed.mesh.batch_group)
+    return loss, count
 
 
 def place(batch: Batch, placed: Placed) -> list[Rows]:

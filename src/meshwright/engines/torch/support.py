@@ -43,8 +43,16 @@ def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metri
         raise _not_here("model.dropout", spec.dropout, "has none under mesh.tensor")
     if run.lora.quantize != "none":
         _check_quantized(run, spec)
+    of_pairs = run.data.packing == "pairs"
     if run.lora.rank and run.mesh.tensor != 1:
+        if of_pairs:
+            raise UserError(f"mesh.tensor = {run.mesh.tensor}: doesn't cut adapters; raise mesh.fsdp in its place")
         raise _not_here("mesh.tensor", run.mesh.tensor, "doesn't cut adapters")
+    if spec.experts and of_pairs:
+        raise UserError(
+            f"model.experts = {spec.experts}: mixtures of experts, whose routers have losses of their own, aren't "
+            f'trained on pairs (data.packing = "{run.data.packing}"); choose another model'
+        )
     if spec.experts:
         _check_experts(run, spec)
 
