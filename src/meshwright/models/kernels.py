@@ -35,17 +35,18 @@ _SCORES, _SCORES_WARPS = 4096, 8
 
 def applies(x: jax.Array) -> bool:
     """Whether the kernels here may be used for rows like these: `[B, ..., D]`, on this device and in this layout."""
-    return _is_compiled_here() and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
+    return capability() >= _LEAST_CAPABILITY and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
 
 
 @cache
-def _is_compiled_here() -> bool:
+def capability() -> float:
+    """The compute capability of the devices here, if kernels can be compiled for them; else 0."""
     if triton is None or jax.default_backend() != "gpu":
-        return False
+        return 0.0
     try:
-        return float(jax.local_devices()[0].compute_capability) >= _LEAST_CAPABILITY
+        return float(jax.local_devices()[0].compute_capability)
     except ValueError:  # AMD's have names
-        return False
+        return 0.0
 
 
 def norm_backward(

@@ -73,6 +73,10 @@ class Layout:
 
         return whole_attention(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring)
 
+    def on_one_device(self) -> bool:
+        """Whether what is traced here is what one device does with arrays that it holds."""
+        return True
+
     def rows_are_whole(self, batch: int) -> bool:
         """Whether `by_rows` may be called with arrays of that batch."""
         return True

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.models import grouped
 from meshwright.models.attention import Places
 from meshwright.models.gradients import gelu, linear, over_tokens
 from meshwright.models.layout import layout
@@ -151,15 +152,24 @@ def through_experts(x_RD: jax.Array, expert_R: jax.Array, kernels: ExpertKernels
         `[R, D]`, of the type of `x_RD`.
     """
     order_R, place_R, bounds = _sorted_by_expert(expert_R, jnp.arange(len(expert_R)), kernels.up_EDF.shape[0])
+    if grouped.applies(x_RD, kernels.up_EDF):
+        places = grouped.places(order_R, place_R, bounds, expert_R)
+        x_SD = move_rows(x_RD, places.source_S, places.target_R)
+        y_SD = grouped.through_blocks(x_SD, places.first_E1, places.expert_B, kernels)
+        return move_rows(y_SD, places.target_R, places.source_S)
     y_RD = grouped_experts(move_rows(x_RD, order_R, place_R), bounds, kernels)
     return move_rows(y_RD, place_R, order_R)
 
 
 def _sorted_by_expert(expert_R: jax.Array, rank_R: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    # By expert, and for each by rank: which row stands at each place, which place each row has, and the E + 1 borders.
-    rows = jnp.arange(len(expert_R))
-    sorted_R, _, order_R = jax.lax.sort((expert_R, rank_R, rows), num_keys=2)
-    return order_R, jnp.argsort(order_R), jnp.searchsorted(sorted_R, jnp.arange(experts + 1))
+    # By expert, and for each by rank, of which there are as many as rows: which row stands at each place, which place
+    # each row has, and the E + 1 borders.
+    rows = len(expert_R)
+    # GPUs sort by one key much faster than by two.
+    keys = (expert_R * rows + rank_R,) if (experts + 1) * rows < 2**31 else (expert_R, rank_R)
+    *_, order_R = jax.lax.sort((*keys, jnp.arange(rows)), num_keys=len(keys))
+    place_R = jnp.zeros(rows, jnp.int32).at[order_R].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
+    return order_R, place_R, (expert_R[:, None] < jnp.arange(experts + 1)).sum(axis=0)
 
 
 @jax.custom_vjp

@@ -236,6 +236,10 @@ class MeshLayout(Layout):
         """See `Layout.experts`: tokens travel to their experts and back."""
         return expert_parallel(x_BTD, chosen_BTJ, gates_BTJ, kernels)
 
+    def on_one_device(self) -> bool:
+        """See `Layout.on_one_device`."""
+        return {axis for axis, size in self._sizes.items() if size > 1} <= _manual_axes()
+
     def rows_are_whole(self, batch: int) -> bool:
         """See `Layout.rows_are_whole`."""
         along = {axis for axis, size in self._sizes.items() if size > 1}
