@@ -1,0 +1,159 @@
+"""The PyTorch engine on two GPUs over NCCL: the losses of one card, and what a step costs beside it.
+
+    python benchmarks/gpu_torch_scale.py     writes results/gpu_torch_scale.json; ends with 1 where losses differ
+
+- Losses: a small Qwen2 in float32, eight rows of random token ids in two micro-batches, five steps of AdamW with
+  clipping: on each mesh those of one card, to 1e-5.
+- Weak scaling: the shape of Qwen2.5-0.5B in bfloat16, 8 rows of 2,048 random token ids a card, windows of ten steps,
+  the devices synchronised before and after each: the median window counts. The share of linear is the time on one card
+  over that on two. `tensor 2` has as many rows as one card.
+
+One process a card; those of two cards do all their meshes one after another.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from common import machine, write_results
+
+MESHES: dict[str, dict[str, int]] = {
+    "one card": {},
+    "data 2": {"data": 2},
+    "fsdp 2": {"fsdp": 2},
+    "tensor 2": {"tensor": 2},
+}
+TINY = {"preset": "qwen2-tiny", "layers": 2, "width": 128, "heads": 4, "kv_heads": 2, "head_width": 32}
+TINY |= {"ffn_width": 256, "vocab_size": 1003, "context_length": 256}
+WHOLE = {"preset": "qwen2.5-0.5b", "vocab_size": 151936}
+STEPS, WINDOWS, PATIENCE = 10, 3, 240
+
+
+def engine_of(model: dict[str, Any], mesh: dict[str, int], train: dict[str, Any]) -> Any:
+    """An engine; in each process of the mesh."""
+    import meshwright
+    from meshwright.engines.torch.engine import TorchEngine
+
+    values = {"engine": "torch", "data": {"train": "x"}, "model": model, "mesh": {"data": 1, **mesh}}
+    run = meshwright.make_run({**values, "optimizer": {"learning_rate": 3e-3}, "train": {"steps": 100, **train}})
+    return TorchEngine(run, run.model.spec)
+
+
+def batch_of(engine: Any, seed: int, rows: int, time_: int, vocab: int) -> Any:
+    """This process's rows of a batch of random ids."""
+    from meshwright.data.examples import Batch
+
+    ids = np.random.default_rng(seed).integers(0, vocab, (rows, time_ + 1), dtype=np.int32)[engine.rows]
+    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones((len(ids), time_), np.float32))
+
+
+def losses(mesh: dict[str, int]) -> list[float]:
+    """Of five steps of the small model."""
+    rows, time_ = 8, 128
+    train = {"batch_size": rows, "micro_batch_size": 4, "sequence_length": time_, "compute_dtype": "float32"}
+    engine = engine_of(TINY, mesh, train)
+    return [float(engine.train_step(batch_of(engine, step, rows, time_, 1003))["loss"]) for step in range(5)]
+
+
+def speed(mesh: dict[str, int]) -> dict[str, Any]:
+    """Seconds of a step of the large one."""
+    import torch
+
+    rows, time_ = 8 * mesh.get("data", 1) * mesh.get("fsdp", 1), 2048
+    engine = engine_of(WHOLE, mesh, {"batch_size": rows, "sequence_length": time_})
+    batches = [batch_of(engine, seed, rows, time_, WHOLE["vocab_size"]) for seed in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    first, *_ = [float(engine.train_step(batch)["loss"]) for batch in batches]
+    windows = []
+    for _ in range(WINDOWS):
+        started = time.perf_counter()
+        for number in range(STEPS):
+            loss = engine.train_step(batches[number % len(batches)])["loss"]
+        last = float(loss)
+        windows.append((time.perf_counter() - started) / STEPS)
+    found = {"rows": rows, "step_s": statistics.median(windows), "fastest_s": min(windows), "slowest_s": max(windows)}
+    found |= {"first_loss": first, "last_loss": last, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    share = engine.token_seconds
+    return found | ({"mfu": share * rows * time_ / found["step_s"]} if share else {})
+
+
+def work(names: list[str], rank: int, port: int) -> None:
+    """What a process does: prints a line for each mesh."""
+    from meshwright.launch.torch_group import join, leave
+
+    group = join(port, rank, 2) if names != ["one card"] else None
+    for name in names:
+        row = {"losses": losses(MESHES[name]), **speed(MESHES[name])}
+        print(json.dumps({name: row}), flush=True)
+    if group is not None:
+        leave(group)
+
+
+def rows_of(names: list[str], cards: int) -> dict[str, Any]:
+    """The figures of meshes of so many cards, by processes of their own."""
+    from meshwright.launch.processes import reserved_port
+
+    with reserved_port() as port:
+        command = [sys.executable, __file__, "--cases", ";".join(names), "--port", str(port), "--rank"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(cards)
+        ]
+        try:
+            output, error = ranks[0].communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            output, error = "", f"more than {PATIENCE} s"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    found = {
+        name: row for line in output.splitlines() if line.startswith("{") for name, row in json.loads(line).items()
+    }
+    return found | {name: {"error": error[-1500:]} for name in names if name not in found}
+
+
+def main() -> None:
+    """Measure, write the results, and say what is off."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", help="(the script calls itself with this)")
+    parser.add_argument("--rank", type=int, help="(and with this)")
+    parser.add_argument("--port", type=int, help="(and with this)")
+    arguments = parser.parse_args()
+    if arguments.cases:
+        work(arguments.cases.split(";"), arguments.rank, arguments.port)
+        return
+    code = "import torch; print(torch.cuda.get_device_name(0))"
+    card = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    measured_on = {**machine("torch", "transformers"), "card": card, "cards": 2}
+    one, *others = MESHES
+    cases = rows_of([one], 1)
+    cases |= rows_of(others, 2)
+    off = [name for name, row in cases.items() if "error" in row]
+    for name in others:
+        row = cases[name]
+        if "error" not in row and "error" not in cases[one]:
+            row["losses_away"] = float(np.abs(np.subtract(row["losses"], cases[one]["losses"])).max())
+            row |= {"share_of_linear": cases[one]["step_s"] / row["step_s"]} if name != "tensor 2" else {}
+            off += [name] if not row["losses_away"] < 1e-5 else []
+    for name, row in cases.items():
+        print(name, row, flush=True)
+    write_results("gpu_torch_scale", measured_on, {"cases": cases})
+    if off:
+        sys.exit(f"off: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()
