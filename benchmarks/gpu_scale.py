@@ -1,6 +1,7 @@
 """From one GPU to two: what a step costs on more cards, beside what one would expect of it.
 
-    python benchmarks/gpu_scale.py     writes results/gpu_scale.json; --cases takes some of all
+    python benchmarks/gpu_scale.py                 writes results/gpu_scale.json
+    python benchmarks/gpu_scale.py --cases "…;…"   takes some of all: results/gpu_scale_some.json
 
 bfloat16, AdamW, clipping, random token ids. Each case is a process of its own; it compiles, and then is timed over
 windows of ten steps, the devices synchronised before and after each: the median window counts. The first case of each
@@ -136,7 +137,7 @@ def with_expectation(name: str, rows: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure, write the results, print them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default=";".join(CASES), help="some of them, with ';' between")
+    parser.add_argument("--cases", help="some of them, with ';' between")
     parser.add_argument("--case", help="(the script calls itself with this)")
     arguments = parser.parse_args()
     if arguments.case:
@@ -146,7 +147,7 @@ def main() -> None:
     code = "import jax; print(jax.devices()[0].device_kind, len(jax.devices()), sep=';')"
     card, count = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1].split(";")
     measured_on |= {"card": card, "cards": int(count)}
-    for name in arguments.cases.split(";"):
+    for name in arguments.cases.split(";") if arguments.cases else CASES:
         environment = os.environ if CASES[name]["mesh"] else {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
         command = [sys.executable, __file__, "--case", name]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -154,7 +155,7 @@ def main() -> None:
         rows[name] = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
         rows[name] = with_expectation(name, rows)
         print(name, rows[name], flush=True)
-        write_results("gpu_scale", measured_on, {"cases": rows})
+        write_results("gpu_scale_some" if arguments.cases else "gpu_scale", measured_on, {"cases": rows})
 
 
 if __name__ == "__main__":

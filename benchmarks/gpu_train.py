@@ -1,6 +1,7 @@
 """Training on one GPU: Meshwright beside a plain PyTorch step, a tutorial's step of Flax, and its own bare step.
 
-    python benchmarks/gpu_train.py               writes results/gpu_train.json; --cases takes some of all
+    python benchmarks/gpu_train.py               writes results/gpu_train.json
+    python benchmarks/gpu_train.py --cases "…;…"  takes some of all: results/gpu_train_some.json
     python benchmarks/gpu_train.py --program     the whole program beside its bare step: results/gpu_program.json
 
 bfloat16, AdamW, clipping, random token ids over the whole vocabulary. Each side is a process of its own that has the
@@ -246,9 +247,12 @@ def main() -> None:
         for name, row in measure(side, [name for name in names if side in plan[name]]):
             results[name]["sides"][side] = with_rates(name, row, peak)
             print(name, side, results[name]["sides"][side], flush=True)
-            write_results(
-                "gpu_program" if arguments.program else "gpu_train", measured_on, {"peak_flops": peak, "cases": results}
-            )
+            write_results(name_of_results(arguments), measured_on, {"peak_flops": peak, "cases": results})
+
+
+def name_of_results(arguments: argparse.Namespace) -> str:
+    """Some cases never take the place of the file with all."""
+    return ("gpu_program" if arguments.program else "gpu_train") + ("_some" if arguments.cases else "")
 
 
 if __name__ == "__main__":
