@@ -119,6 +119,11 @@ def start(results: dict[str, Any]) -> str:
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
 
 
+def gpu_train_some(results: dict[str, Any]) -> str:
+    """Some of the cases, measured again."""
+    return gpu_train(results)
+
+
 def gpu_train(results: dict[str, Any]) -> str:
     """Training on a GPU, side by side; what wasn't measured is left out."""
     names = {
@@ -212,6 +217,29 @@ def gpu_eight(results: dict[str, Any]) -> str:
 MEMORY = {"peak_bytes": "peak, GiB", "plan_bytes": "by analysis", "xla_bytes": "by XLA's count"}
 
 
+def gpu_scale(results: dict[str, Any]) -> str:
+    """Steps on two cards, beside one and beside what is expected."""
+    rows = []
+    for name, figures in results["cases"].items():
+        beside = ""
+        if "share_of_linear" in figures:
+            beside = f"{figures['share_of_linear']:.1%} of linear"
+        elif "measured_over_expected" in figures:
+            beside = f"{figures['measured_over_expected']:.2f} of {figures['expected_s'] * 1e3:.1f} ms expected"
+        rows.append([name, str(figures["rows"]), f"{figures['step_s'] * 1e3:.1f}", beside])
+    return table(["", "rows", "a step, ms", ""], rows)
+
+
+def gpu_qlora(results: dict[str, Any]) -> str:
+    """Full fine-tuning, LoRA and QLoRA side by side."""
+    rows = []
+    for side, name in (("full", "all parameters"), ("lora", "LoRA"), ("qlora", "QLoRA")):
+        f = results["speed"][side]
+        sizes = [f"{f[key]:.1f}" for key in ("start_gib", "peak_gib")]
+        rows.append([name, f"{f['step_s'] * 1e3:.1f}", f"{f['tokens_per_s']:,.0f}", *sizes])
+    return table(["", "a step, ms", "tokens/s", "at the start, GiB", "peak, GiB"], rows)
+
+
 def ray_overhead(results: dict[str, Any]) -> str:
     """Steps under Ray beside bare ones, and what starting takes."""
     steps, starts = [], []
@@ -250,8 +278,11 @@ def _facts(results: dict[str, Any]) -> str:
 MAKERS = (
     cpu_train,
     gpu_train,
+    gpu_train_some,
     gpu_program,
     gpu_torch,
+    gpu_qlora,
+    gpu_scale,
     gpu_parts,
     gpu_eight,
     prepare,
