@@ -90,6 +90,8 @@ def cross_entropy_sum(
         parts: into how many parts of the same length the tokens are cut, one after another, each with a sum of its own,
             `[parts]`; the head must then not be trained. None: all have one sum.
     """
+    if not torch.is_grad_enabled():  # the sum can't see that, and would make a gradient
+        x_ND, kernel_VD = x_ND.detach(), kernel_VD.detach()
     return _Sum.apply(x_ND, kernel_VD, targets_N, weights_N, chunk, softcap, vocab, first, parts)
 
 
