@@ -120,7 +120,7 @@ def test_one_device_by_hand():
     run = mw.make_run(run_values("none", model=MODEL, train=TRAIN))
     before = len(jax.live_arrays())
     plan = api.plan(run)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before  # of other tests some may go just now
     count = parameter_count(run.model.spec)
     assert plan.state.parameters == plan.parameters_per_device == count
     assert plan.estimate.parameters == plan.estimate.gradients == 4 * count

@@ -220,7 +220,7 @@ def test_scanned_layers_equal_unrolled_ones(family):
 def test_decoding_with_a_cache_equals_the_whole_text(family):
     model, ids = noisy(small(family)), tokens(2, 12)
     cache = model.empty_cache(2, 16)
-    assert cache.keys_BSKC.shape == (3, 2, 16, model.spec.kv_heads, 8)
+    assert cache.keys_BKSC.shape == (3, 2, model.spec.kv_heads, 16, 8)
     pieces = []
     for start, stop in [(0, 5), (5, 6), (6, 7), (7, 12)]:
         positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))

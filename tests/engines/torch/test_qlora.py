@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import meshwright as mw
 from meshwright.data.examples import Batch
-from meshwright.engines.torch import nf4
+from meshwright.engines.torch import nf4, plan
 from meshwright.engines.torch.build import FusedMaps
 from meshwright.engines.torch.engine import TorchEngine
 from meshwright.engines.torch.fingerprint import base_fingerprint
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def on_cpu(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("meshwright.engines.torch.plan.check_device", lambda device: None)
+    monkeypatch.setattr(plan, "check_device", lambda device: None)
 
 
 def run_of(folder, name, init, lora=NF4, **sections):
