@@ -329,6 +329,8 @@ class Run(Section):
         self._check_stream()
         if self.data.packing == "pairs":
             check_dpo(self.data, self.engine, self.lora.rank)
+        elif self.dpo != DpoSection():
+            raise ValueError(f'dpo.beta = {self.dpo.beta:g}: needs data.packing = "pairs"; set it, or leave [dpo] out')
         if self.optimizer.kind == "schedule_free" and self.optimizer.beta1 == 0:
             raise ValueError("optimizer.beta1 = 0 must be greater than 0 under schedule_free; 0.9 is usual")
         return self

@@ -291,8 +291,10 @@ def test_a_source_from_python_gives_pairs(tmp_path, of_pairs):
             return {"name": "mine", "fingerprint": "1"}
 
         def documents(self):
-            both = Document("a", messages=(ASKED, GOOD), rejected=(ASKED, BAD))
+            both = Document("a", messages=[ASKED, GOOD], rejected=(ASKED, BAD))
             yield from [both, Document("b", "text"), Document("c", messages=(ASKED, GOOD))]
+            yield both._replace(name="other", rejected=(turn("user", "Who?"), BAD))
+            yield both._replace(name="same", rejected=(ASKED, GOOD))
             yield Document("d", "text", rejected=(ASKED, BAD))
             yield from [
                 both._replace(name="d", rejected=(ASKED,)),
@@ -302,9 +304,10 @@ def test_a_source_from_python_gives_pairs(tmp_path, of_pairs):
     store = prepare_one(of_pairs("x", data={"validation": 0}), source=Mine())
     assert store.split("train").document_count == 1
     left_out = store.manifest["left_out"]
-    assert left_out["kinds"] == {"not a pair": 3, "no turn of the assistant's": 1, "no answer": 1}
+    faults = {"no turn of the assistant's": 1, "no answer": 1, "two prompts": 1, "the same answer twice": 1}
+    assert left_out["kinds"] == {"not a pair": 3, **faults}
     other = of_pairs("x", data={"validation": 0, "packing": "padded", "store": str(tmp_path / "other")})
-    assert prepare_one(other, source=Mine()).manifest["left_out"]["kinds"] == {"a pair": 3}
+    assert prepare_one(other, source=Mine()).manifest["left_out"]["kinds"] == {"a pair": 5}
 
 
 def test_normal_forms_and_trained_tokenizers_see_both_texts(tmp_path, of_pairs):
@@ -349,6 +352,7 @@ def test_examples_are_shown_as_chosen_and_rejected(tmp_path, of_pairs):
         ({"data": {"field": "talk"}}, "data.field = 'talk': .* leave it out"),
         ({"data": {"stream": True, "validation": 0}}, 'data.packing = "pairs": under data.stream it must be "stream"'),
         ({"dpo": {"beta": 0.0}}, "dpo.beta = 0.0: must be greater than 0"),
+        ({"dpo": {"beta": 0.3}, "data": {"packing": "padded"}}, 'dpo.beta = 0.3: needs data.packing = "pairs"; set it'),
     ],
 )
 def test_what_does_not_go_with_pairs_is_one_line(of_pairs, sections, said):

@@ -149,6 +149,16 @@ def test_conversations_have_their_weights_and_a_validation_source_comes_first(co
     assert here == there and any(name.endswith(".weights") for name in there)
 
 
+def test_pairs_of_answers_keep_both_texts(tmp_path, address):
+    rows = [{"prompt": f"{i}?", "chosen": WORDS[i % 9], "rejected": f"not {i}"} for i in range(400)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = make_run(run_values("")).model.model_dump() | {"init": "hf:nowhere"}
+    sections = {"engine": "torch", "lora": {"rank": 2}, "model": model}
+    data = {"chat": "chatml", "packing": "pairs"}
+    here, there = both_ways(tmp_path / "pairs.jsonl", tmp_path, address, data=data, **sections)
+    assert here == there and max((tmp_path / "there" / "train_00000.weights").read_bytes()) == 3
+
+
 def test_a_source_from_python_is_read_in_the_driver(corpus, tmp_path, address):
     source = Documents(*(f"{number} " + " ".join(WORDS) for number in range(3000)))
     here, there = both_ways("mine", tmp_path, address, source=source)

@@ -22,7 +22,7 @@ class Document(NamedTuple):
     @property
     def turns(self) -> tuple[dict[str, str], ...]:
         """All messages."""
-        return self.messages + self.rejected
+        return (*self.messages, *self.rejected)
 
 
 class Source(Protocol):

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,6 +180,8 @@ class Encoder:
         if self._template is None:
             return document._replace(fault="a conversation (set data.chat to the template that writes it as text)")
         conversations = [document.messages, document.rejected] if self._pairs else [document.messages]
+        if self._pairs and (fault := _no_choice(*conversations)):
+            return document._replace(fault=fault)
         ids: list[int] = []
         weights: list[int] = []
         try:
@@ -201,6 +203,15 @@ class Encoder:
             return document
         wanted = 'not a pair (data.packing = "pairs" needs a chosen and a rejected conversation)'
         return document._replace(fault=wanted if self._pairs else 'a pair (set data.packing = "pairs")')
+
+
+def _no_choice(chosen: Sequence[dict[str, str]], rejected: Sequence[dict[str, str]]) -> str:
+    """Why two conversations give nothing to choose between."""
+    if list(chosen) == list(rejected):
+        return "the same answer twice"
+    if chosen[0]["role"] != "assistant" and chosen[0] != rejected[0]:
+        return "two prompts (chosen and rejected begin differently)"
+    return ""
 
 
 class _Gathered:

@@ -43,6 +43,8 @@ class Work(NamedTuple):
     tokenizer: bytes
     """The pickle of a tokenizer, and of a template or None."""
     normalize: str
+    pairs: bool = False
+    """Whether a document is a chosen and a rejected conversation."""
 
 
 class Group(NamedTuple):
@@ -81,7 +83,7 @@ class RayEncoding:
         Arguments:
             source: one without `parts` is read here, in the driver.
             after: where to go on; files before it aren't opened.
-            task: its template and normalisation are used.
+            task: its template, normalisation and pairs are used.
             tokenizer: what encodes.
             processes: the most tasks that encode at a time; 0: as many as the cluster has CPUs.
 
@@ -158,16 +160,18 @@ def group_parts(parts: Sequence[PlacedSource], after: tuple[int, int] | None = N
     return groups, [before[group.first] for group in groups]
 
 
-def make_work(source: PlacedSource | None, tokenizer: Tokenizer, template: Template | None, normalize: str) -> Work:
+def make_work(
+    source: PlacedSource | None, tokenizer: Tokenizer, template: Template | None, normalize: str, *, pairs: bool = False
+) -> Work:
     """What tasks need to know to read and encode."""
-    return Work(source, pickle.dumps((tokenizer, template)), normalize)
+    return Work(source, pickle.dumps((tokenizer, template)), normalize, pairs)
 
 
 def _placed(
     ray: Any, source: Any, after: Mark | None, task: Task, tokenizer: Tokenizer, processes: int
 ) -> Generator[tuple[Mark, EncodedBlock], None, None]:
     groups, bytes_before = group_parts(source.parts(), after.place if after else None)
-    work = ray.put(make_work(source, tokenizer, task.template, task.normalize))
+    work = ray.put(make_work(source, tokenizer, task.template, task.normalize, pairs=task.pairs))
     documents = documents_before = after.documents if after else 0
     current = 0
     with closing(encode_groups(ray, work, groups, processes)) as encoded:
@@ -182,7 +186,7 @@ def _placed(
 def _unplaced(
     ray: Any, source: Source, after: Mark | None, task: Task, tokenizer: Tokenizer, processes: int
 ) -> Generator[tuple[Mark, EncodedBlock], None, None]:
-    work = ray.put(make_work(None, tokenizer, task.template, task.normalize))
+    work = ray.put(make_work(None, tokenizer, task.template, task.normalize, pairs=task.pairs))
     ahead = 2 * (processes or int(ray.cluster_resources().get("CPU", 1)))
     encode = ray.remote(num_cpus=1)(_encode_documents)
     pending: deque[tuple[Mark, Any]] = deque()
@@ -282,7 +286,7 @@ def _encoder(reference: Any) -> Encoder:
         tokenizer, template = pickle.loads(work.tokenizer)
     except Exception as error:  # tiktoken's are opened by name, and may not be there
         raise UserError(f"tokenizer.kind: can't be opened ({type(error).__name__}: {error})") from None
-    return Encoder(tokenizer, template, work.normalize, WORKER_CHARACTERS)
+    return Encoder(tokenizer, template, work.normalize, WORKER_CHARACTERS, pairs=work.pairs)
 
 
 def _work(reference: Any) -> Any:
