@@ -105,8 +105,8 @@ def rows_of(names: list[str], cards: int) -> dict[str, Any]:
             subprocess.Popen(
                 [*command, str(rank)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+                stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
                 text=True,
             )
             for rank in range(cards)

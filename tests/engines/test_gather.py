@@ -49,6 +49,32 @@ def laid_kernels(engine: JaxEngine) -> list[str]:
     return sorted({f"{size} {kind}" for size, kind in LAID.findall(text) if size in sizes})
 
 
+def run_on(mesh: dict, **train: int) -> JaxEngine:
+    """An engine of a small Llama that computes in bfloat16."""
+    model = {**MODELS["llama"], "vocab_size": 300, "context_length": 32}
+    train = {"batch_size": 16, "sequence_length": 32, "compute_dtype": "bfloat16", **train}
+    run = make_run({"data": {"train": "none"}, "model": model, "mesh": {"data": 1, **mesh}, "train": train})
+    return JaxEngine(run, run.model.spec)
+
+
+def scores(mesh: dict) -> list[float]:
+    """Some scores in float32, as the proof of an export wants them."""
+    tokens = np.random.default_rng(0).integers(0, 300, (8, 16)).astype(np.int32)
+    return run_on(mesh).logits(tokens)[0, :3].ravel().astype(float).tolist()
+
+
+def tables_by_micro_batch() -> bool:
+    """Whether a pipeline makes a gradient of the table of embeddings of each of its micro-batches."""
+    engine = run_on({"pipeline": 2, "data": 4}, micro_batch_size=4)
+    step, state = engine._program.train_step, engine._program.state
+    with step._mesh.active():
+        shapes = (state.shapes, step._mesh.abstract_batch(engine._program.run), step._mesh.to_agree_on(0))
+        text = step._jitted.lower(*shapes).as_text()
+    rows, width = state.shapes.params["embedding"].shape
+    assert f"tensor<{rows}x{width}xf32>" in text
+    return f"tensor<4x{rows}x{width}xf32>" in text
+
+
 def _leaves(tree: dict) -> list:
     return [leaf for part in tree.values() for leaf in (_leaves(part) if isinstance(part, dict) else [part])]
 
@@ -60,6 +86,8 @@ def measure() -> dict[str, list]:
         found[name] = trained(model, mesh)
         with patch.object(sharding, "is_multiplied", lambda *_: False):
             found[f"{name}, float32"] = trained(model, mesh)
+    found["scores"] = [scores({"data": 8}), scores({"fsdp": 4, "data": 2})]
+    found["tables by micro-batch"] = tables_by_micro_batch()
     return found
 
 
@@ -70,6 +98,8 @@ def test_parameters_travel_in_the_type_that_they_are_used_in_and_losses_stay():
         assert values == plain_values
         new = set(laid) - set(plain_laid)
         assert new and all(entry.endswith("bf16") for entry in new)
+    np.testing.assert_allclose(*found["scores"], rtol=1e-5, atol=1e-5)  # of float32, whatever training computes in
+    assert not found["tables by micro-batch"]
 
 
 if __name__ == "__main__":

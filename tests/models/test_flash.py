@@ -91,7 +91,7 @@ def measure() -> dict[str, list[float]]:
     found, calls = {}, []
 
     def run(q, k, v):
-        with use_layout(MeshLayout(run_mesh, spec, jnp.bfloat16)):
+        with use_layout(MeshLayout(run_mesh, spec)):
             from meshwright.models.layout import layout
 
             def total(q, k, v):

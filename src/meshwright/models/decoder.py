@@ -164,7 +164,8 @@ class Decoder(nnx.Module):
         Returns:
             `[B, T, D]`, of type `dtype`; and what the routers did, over all layers, where there are experts.
         """
-        start = self.start(tokens_BT, positions_BT, segments_BT, weights_BT, dtype, dropout_keys_B)
+        rows_BTD = self.embedded(tokens_BT, dtype)
+        start = self.start(rows_BTD, positions_BT, segments_BT, weights_BT, dtype, dropout_keys_B)
         x_BTD, routing_L = start.x_BTD, None
         for blocks, told_L in self._stacks(start.told_L):
             x_BTD, routing_L = self._through(blocks, x_BTD, start.places, told_L, scan_layers, remat)
@@ -200,20 +201,26 @@ class Decoder(nnx.Module):
             each.append(routing)
         return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
+    def embedded(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The embeddings of tokens of any shape, float32, with an axis of width added; `dtype` is what comes after."""
+        exact_in = dtype if self.spec.embedding_scale == 1.0 else self.embedding.dtype
+        x = look_up(self.embedding[...], tokens, exact_in)
+        return x if self.spec.embedding_scale == 1.0 else self.spec.embedding_scale * x
+
     def start(
         self,
-        tokens_BT: jax.Array,
+        rows_BTD: jax.Array,
         positions_BT: jax.Array | None,
         segments_BT: jax.Array | None,
         weights_BT: jax.Array | None,
         dtype: jnp.dtype,
         dropout_keys_B: jax.Array | None,
     ) -> Start:
-        """What comes before the layers; arguments as in `hidden`."""
-        order_T = layout().order_T(tokens_BT.shape[1])
+        """What comes before the layers; `rows_BTD` is from `embedded`, the other arguments are as in `hidden`."""
+        order_T = layout().order_T(rows_BTD.shape[1])
         places = self._places(order_T[None] if positions_BT is None else positions_BT, order_T)
         places = places._replace(segments_BT=segments_BT, weights_BT=weights_BT)
-        x_BTD, keys_LB = self._embed(tokens_BT, places.positions_BT, dtype), None
+        x_BTD, keys_LB = self._placed(rows_BTD, places.positions_BT, dtype), None
         if dropout_keys_B is not None and self.spec.dropout > 0.0:
             x_BTD = dropout(x_BTD, self.spec.dropout, dropout_keys_B, 0, order_T)
             fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
@@ -231,7 +238,8 @@ class Decoder(nnx.Module):
         def apply(params: Any, x_BTD: jax.Array, places: Places, told: Told) -> tuple[jax.Array, Routing | None]:
             if (of_layer := told.window if window is None else window) is not None:
                 places = places.of_layer(of_layer, reached=places.order_T.size > self.spec.window)
-            x_BTD, _, routing = nnx.merge(graph, layout().gather(params))(x_BTD, places, told.dropout_keys_B)
+            block = nnx.merge(graph, layout().gather(params, x_BTD.dtype))
+            x_BTD, _, routing = block(x_BTD, places, told.dropout_keys_B)
             return layout().place(x_BTD, "batch", "sequence", None), routing
 
         return apply if remat == "none" else jax.checkpoint(apply, policy=REMAT[remat])
@@ -259,7 +267,7 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens_BT, **more)[0])
 
     def empty_cache(self, batch: int, length: int, dtype: jnp.dtype = jnp.float32) -> Any:
-        """A cache for `decode`, of `length` positions, at most the context's; leaves are `[L, B, S, ...]`."""
+        """A cache for `decode`, of `length` positions, at most the context's; leaves are `[L, B, ...]`."""
         one = attention_of(self.spec).empty_cache(self.spec, batch, length, dtype)
         return jax.tree.map(lambda leaf: jnp.zeros((self.spec.layers, *leaf.shape), leaf.dtype), one)
 
@@ -277,11 +285,11 @@ class Decoder(nnx.Module):
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
         places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
-        x_BTD, caches = self._embed(tokens_BT, positions_BT, dtype), []
+        x_BTD, caches = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype), []
         for blocks, of_layers in self._stacks((self._windows_L(), cache)):
             graph, stacked = nnx.split(blocks)
             for params, (window, layer_cache) in unstack((stacked, of_layers)):
-                block = nnx.merge(graph, layout().gather(params))
+                block = nnx.merge(graph, layout().gather(params, x_BTD.dtype))
                 of_layer = places if window is None else places.of_layer(window, reached=True)
                 x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache)
                 caches.append(layer_cache)
@@ -296,11 +304,7 @@ class Decoder(nnx.Module):
     def _windows_L(self) -> jax.Array | None:
         return jnp.array(self.spec.layer_windows, jnp.int32) if self.spec.window else None
 
-    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        exact_in = dtype if self.spec.embedding_scale == 1.0 else self.embedding.dtype
-        x_BTD = look_up(self.embedding[...], tokens_BT, exact_in)
-        if self.spec.embedding_scale != 1.0:
-            x_BTD = self.spec.embedding_scale * x_BTD
+    def _placed(self, x_BTD: jax.Array, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         if self.spec.positions == "learned":
             x_BTD = x_BTD + self.position_embedding[...][positions_BT]
         return layout().place(x_BTD.astype(dtype), "batch", "sequence", None)

@@ -39,8 +39,8 @@ class Layout:
         """
         return x
 
-    def gather(self, params: Any) -> Any:
-        """Parameters of a layer (`nnx.State`), as the layer needs them to compute."""
+    def gather(self, params: Any, dtype: Any) -> Any:
+        """Parameters of a layer (`nnx.State`), as the layer needs them to compute in this type."""
         return params
 
     def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

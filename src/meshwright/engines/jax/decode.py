@@ -82,7 +82,7 @@ class Generator:
         if max_tokens < 1:
             return
         many = len(prompts)
-        batch = -(-max(many, _fewest_rows()) // self._shares) * self._shares
+        batch = max(-(-many // self._shares), _fewest_rows()) * self._shares
         lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (batch - many), np.int32)
         tokens_BP = np.zeros((batch, bucket(longest, context)), np.int32)
         for row, prompt in enumerate(prompts):

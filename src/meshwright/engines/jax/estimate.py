@@ -23,7 +23,7 @@ from meshwright.engines.jax.pipeline import does_keep_all
 from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.jax.state import StatePlan
-from meshwright.engines.jax.step import loss_chunk
+from meshwright.engines.jax.step import loss_chunk, scans_layers
 from meshwright.models.decoder import active_parameter_count
 from meshwright.models.moe import expert_room
 from meshwright.models.spec import ModelSpec
@@ -322,7 +322,7 @@ def _activations(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> 
     ticks = run_mesh.accumulate * run_mesh.rounds + stages - 1
     passed_on = (ticks + 2 * run_mesh.accumulate) * share.tokens * spec.width * share.number
     of_tick = sum(kept_L[: _layers_at_a_time(spec, run_mesh)])
-    if does_keep_all(run.train.remat, run_mesh.rounds, run.train.scan_layers):
+    if does_keep_all(run.train.remat, run_mesh.rounds, scans_layers(run)):
         return math.ceil(passed_on + ticks * of_tick), math.ceil(work)
     return passed_on, math.ceil(of_tick + work)
 

@@ -79,7 +79,7 @@ class Program:
             ordered: see `MeshLayout`.
             options: of `jax.jit`.
         """
-        layout = Layout() if self.mesh.mesh is None else MeshLayout(self.mesh, self.spec, self.dtype, ordered=ordered)
+        layout = Layout() if self.mesh.mesh is None else MeshLayout(self.mesh, self.spec, ordered=ordered)
         deterministic = self.run.train.deterministic and jax.default_backend() == "gpu"
         # Of two alike calls of cuDNN's deterministic backward kernel XLA finds one only (openxla/xla#46500). So layers
         # are a loop then, and where they are two loops they do without.

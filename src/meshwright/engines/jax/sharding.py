@@ -118,13 +118,11 @@ class MeshLayout(Layout):
         spec: the architecture.
         ordered: whether columns lie in the order of their places, along the context axis too: as they do in
             decoding. Otherwise they lie in zig-zag order there.
-        dtype: what products are computed in.
     """
 
-    def __init__(self, run_mesh: RunMesh, spec: ModelSpec, dtype: Any, *, ordered: bool = False):
+    def __init__(self, run_mesh: RunMesh, spec: ModelSpec, *, ordered: bool = False):
         self._sizes = run_mesh.sizes
         self._spec = spec
-        self._dtype = dtype
         self._context = 1 if ordered else run_mesh.sizes["context"]
         self.fuse_linear = run_mesh.sizes["tensor"] == 1
         self.on_mesh = True
@@ -140,7 +138,7 @@ class MeshLayout(Layout):
             entries.append(along or None)
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
-    def gather(self, params: Any) -> Any:
+    def gather(self, params: Any, dtype: Any) -> Any:
         """See `Layout.gather`."""
         if all(self._sizes[axis] == 1 for axis in GATHERED):
             return params
@@ -150,7 +148,7 @@ class MeshLayout(Layout):
             if axes is None:
                 return variable
             rounded = is_multiplied(_names(path)[-1], len(axes), self._spec)
-            return variable.replace(self._gather(variable[...], axes, self._dtype if rounded else None))
+            return variable.replace(self._gather(variable[...], axes, dtype if rounded else None))
 
         return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
@@ -158,7 +156,8 @@ class MeshLayout(Layout):
         """A parameter, gathered along the axes in `GATHERED` in this type; its gradient is scattered again."""
         whole = {axis: 1 if axis in GATHERED else size for axis, size in self._sizes.items()}
         there, back = (_parameter_spec(axes, sizes, self._spec) for sizes in (whole, self._sizes))
-        return _relay(x, there, back, dtype or x.dtype)
+        sent = dtype is not None and there != back and jnp.issubdtype(x.dtype, jnp.floating)
+        return _relay(x, there, back, dtype if sent else x.dtype)
 
     def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
         """See `Layout.gather_rows`: where they are less than the table's gradient, each device adds up all of them."""

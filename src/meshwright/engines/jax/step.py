@@ -44,6 +44,11 @@ def loss_chunk(vocab: int) -> int:
     return max(512, 2 ** int(math.log2(_SCORES / vocab)))
 
 
+def scans_layers(run: Run) -> bool:
+    """Whether layers are a loop: where they are to be, and where a GPU is to be deterministic (see `Program`)."""
+    return run.train.scan_layers or (run.train.deterministic and jax.default_backend() == "gpu")
+
+
 class TrainState(NamedTuple):
     """All that changes from step to step; `step` counts the updates done."""
 
@@ -80,7 +85,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
     In a pipeline A is whatever it is, otherwise 1.
     """
     sizes, shares = run_mesh.sizes, run_mesh.loss_shares(run)
-    scan_layers = run.train.scan_layers or (run.train.deterministic and jax.default_backend() == "gpu")
+    scan_layers = scans_layers(run)
 
     def hidden(model: Any, batch: Batch, keys_AM: jax.Array | None) -> tuple[jax.Array, Routing | None]:
         if sizes["pipeline"] == 1:
@@ -96,9 +101,10 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
                 remat=run.train.remat,
             )
             return x_MTD[None], routing_L
+        rows_AMTD = model.embedded(batch.inputs_BT, dtype)  # of all at once: else each had a gradient of the table
         starts_A = jax.vmap(
-            lambda one, keys: model.start(one.inputs_BT, one.positions_BT, one.segments_BT, one.weights_BT, dtype, keys)
-        )(batch, keys_AM)
+            lambda rows, one, keys: model.start(rows, one.positions_BT, one.segments_BT, one.weights_BT, dtype, keys)
+        )(rows_AMTD, batch, keys_AM)
         x_AMTD, routing_L = pipelined(
             model,
             starts_A,
@@ -112,7 +118,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
     def loss_sum(params: Params, batch: Batch, keys_AM: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
         gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name not in STACKS}
-        nnx.update(model, nnx.State(layout().gather(gathered)))
+        nnx.update(model, nnx.State(layout().gather(gathered, dtype)))
         x_AMTD, routing_L = hidden(model, batch, keys_AM)
         x_AMTD = layout().place(x_AMTD, None, "batch", "loss_time", None)
         total = sharded_cross_entropy_sum(
