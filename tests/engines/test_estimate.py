@@ -73,7 +73,8 @@ def kept_by_jax(spec, dtype, remat: str, rows: int, time: int) -> int:
     def layer():
         model = Decoder(spec, rngs=nnx.Rngs(0))
         params = jax.tree.map(lambda leaf: leaf[0], nnx.split(model.blocks)[1])
-        start = model.start(jnp.zeros((rows, time), jnp.int32), None, None, None, dtype, None)
+        rows_BTD = model.embedded(jnp.zeros((rows, time), jnp.int32), dtype)
+        start = model.start(rows_BTD, None, None, None, dtype, None)
         told = jax.tree.map(lambda leaf: leaf[0], start.told_L)
         apply = model.layer_function(remat)
         return jax.vjp(lambda params, x: apply(params, x, start.places, told)[0], params, start.x_BTD)[1]

@@ -169,7 +169,8 @@ def test_no_position_sees_the_future(family):
 def test_a_window_is_how_many_tokens_are_seen(dropout):
     spec = small("gpt2", layers=1, window=3, dropout=dropout, positions="rotary")
     model, keys_B = noisy(spec), jax.random.split(jax.random.key(0), 1)
-    start = model.start(jnp.arange(8)[None], None, None, None, jnp.float32, keys_B)
+    rows_BTD = model.embedded(jnp.arange(8)[None], jnp.float32)
+    start = model.start(rows_BTD, None, None, None, jnp.float32, keys_B)
     apply = model.layer_function("none")
     params, told = jax.tree.map(lambda leaf: leaf[0], (nnx.split(model.blocks)[1], start.told_L))
 
@@ -262,7 +263,7 @@ def test_dropout_reaches_each_layer_and_is_off_without_keys(monkeypatch):
     dropped, plain = model.hidden(ids, dropout_keys_B=keys)[0], model.hidden(ids)[0]
     assert np.abs(dropped - plain).max() > 1e-2
     np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids)[0])
-    start = model.start(ids, None, None, None, jnp.float32, keys)
+    start = model.start(model.embedded(ids, jnp.float32), None, None, None, jnp.float32, keys)
     drawn = {tuple(data) for data in np.asarray(jax.random.key_data(start.told_L.dropout_keys_B)).reshape(3 * 2, -1)}
     assert len(drawn) == 3 * 2  # each layer and each example has its own
 
