@@ -84,7 +84,7 @@ def test_the_fingerprint_follows_a_change(address):
 
 def test_mistakes_are_one_line(address, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)  # of a test before
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # of a test before
     for spec, words in {
         f"{address}/none": "nothing there; check the address",
         f"{address}/*.none": "nothing there; check the address",
