@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -124,13 +123,13 @@ def test_a_job_that_is_submitted(tmp_path):
 
 
 FROM_PYTHON = """
-import subprocess
+import faulthandler
 import sys
-import jax.numpy as jnp
 import ray
 import meshwright as mw
 from meshwright.launch import ray_train
 
+faulthandler.dump_traceback_later(240)
 outcome_of = ray_train._outcome
 
 def outcome_shown(run, fit):
@@ -151,17 +150,17 @@ print("still connected:", ray.is_initialized())
 """
 
 
-def test_from_python_on_a_connection_of_the_users(tmp_path, cluster):
+def test_from_python_on_a_connection_of_the_users(tmp_path, cluster, started):
     folder = write(tmp_path, train={"steps": 12})
-    command = [sys.executable, "-c", FROM_PYTHON, cluster.address]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    checkpoint = folder / "runs" / "python" / "checkpoints" / "step_00000012"
-    assert f"told Ray of {checkpoint} {{'step': 12.0, " in done.stdout
-    assert "Outcome(run_dir=PosixPath('runs/python'), step=12, " in done.stdout
-    assert "  twice_loss " in done.stdout
-    assert "failed: worker 0" in done.stdout and "NotADirectoryError" in done.stdout
-    assert done.stdout.rstrip().endswith("still connected: True")
+    training = Training(folder, "python", main=[sys.executable, "-c", FROM_PYTHON, cluster.address])
+    started.append(training)
+    assert training.end(270) == 0, training.output
+    checkpoint = training.directory / "checkpoints" / "step_00000012"
+    assert f"told Ray of {checkpoint} {{'step': 12.0, " in training.output
+    assert "Outcome(run_dir=PosixPath('runs/python'), step=12, " in training.output
+    assert "  twice_loss " in training.output
+    assert "failed: worker 0" in training.output and "NotADirectoryError" in training.output
+    assert "still connected: True" in training.output
 
 
 def test_a_tpu_slice(tmp_path, started):

@@ -104,9 +104,11 @@ def test_schedules_are_those_of_the_jax_engine(kind, warmup):
 def test_torch_without_transformers_is_asked_for(monkeypatch):
     import sys
 
+    from meshwright import engines
     from meshwright.api import make_engine
 
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(engines, "torch", engines.torch)  # imported anew below, and put back after
     for name in [name for name in sys.modules if name.startswith("meshwright.engines.torch")]:
         monkeypatch.delitem(sys.modules, name)
     run = make_run()
