@@ -1,4 +1,4 @@
-"""From one GPU to two: what a step costs on more cards, beside what one would expect of it.
+"""From one GPU to two, and to four: what a step costs on more cards, beside what one would expect of it.
 
     python benchmarks/gpu_scale.py                 writes results/gpu_scale.json
     python benchmarks/gpu_scale.py --cases "…;…"   takes some of all: results/gpu_scale_some.json
@@ -8,7 +8,7 @@ windows of ten steps, the devices synchronised before and after each: the median
 model is on one card, and the others are measured against it in the same call.
 
 - Weak scaling: each card has as many rows as one has alone. The share of linear is the time on one card over that on
-  several.
+  several. Cases of four cards are left out where there are fewer.
 - `pipeline 2`, with as many rows as one card alone has, in 8 micro-batches: expected is half the time of one card with
   the same micro-batches, over 1 - the bubble that `meshwright plan` prints.
 - `tensor 2`, with as many rows: expected is half the time of one card, and what is sent over the bandwidth measured
@@ -17,6 +17,7 @@ model is on one card, and the others are measured against it in the same call.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,6 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-1b, one card, 8 micro-batches": {**LLAMA, "mesh": {}, "micro": 1},
     "llama-1b, pipeline 2": {**LLAMA, "mesh": {"pipeline": 2}, "micro": 1},
     "llama-1b, data 2": {**LLAMA, "mesh": {"data": 2}, "weak": True},
+    "gpt2-124m, data 4": {**GPT2, "mesh": {"data": 4}, "weak": True},
+    "gpt2-124m, fsdp 4": {**GPT2, "mesh": {"fsdp": 4}, "weak": True},
+    "llama-1b, fsdp 4": {**LLAMA, "mesh": {"fsdp": 4}, "weak": True},
+    "llama-1b, data 4": {**LLAMA, "mesh": {"data": 4}, "weak": True},
 }
 STEPS, WINDOWS = 10, 3
 BANDWIDTH_BYTES = 2**28
@@ -49,7 +54,7 @@ def run_of(case: dict[str, Any]) -> Any:
     from meshwright.config import make_run
 
     model = {"preset": case["preset"], "vocab_size": case["vocab"], "context_length": case["time"]}
-    rows = case["rows"] * (2 if case.get("weak") else 1)
+    rows = case["rows"] * (cards_of(case) if case.get("weak") else 1)
     train = {
         "steps": 100,
         "batch_size": rows,
@@ -57,6 +62,11 @@ def run_of(case: dict[str, Any]) -> Any:
         "micro_batch_size": case.get("micro", rows),
     }
     return make_run({"data": {"train": "x"}, "model": model, "mesh": {"data": 1} | case["mesh"], "train": train})
+
+
+def cards_of(case: dict[str, Any]) -> int:
+    """How many cards a case has."""
+    return math.prod(case["mesh"].values())
 
 
 def work(name: str) -> dict[str, Any]:
@@ -147,8 +157,13 @@ def main() -> None:
     code = "import jax; print(jax.devices()[0].device_kind, len(jax.devices()), sep=';')"
     card, count = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1].split(";")
     measured_on |= {"card": card, "cards": int(count)}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = given.split(",") if given else [str(number) for number in range(int(count))]
     for name in arguments.cases.split(";") if arguments.cases else CASES:
-        environment = os.environ if CASES[name]["mesh"] else {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+        taken = cards[: cards_of(CASES[name])]
+        if len(taken) < cards_of(CASES[name]):
+            continue
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(taken)}
         command = [sys.executable, __file__, "--case", name]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         lines = done.stdout.splitlines()

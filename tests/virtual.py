@@ -13,7 +13,7 @@ import numpy as np
 from helpers import virtual_devices
 from jax.sharding import AxisType
 
-from meshwright.config import MESH_AXES
+from meshwright.config_train import MESH_AXES
 
 
 def measured_on_eight_devices(file: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from virtual import measured_on_eight_devices, mesh, random
 
-from meshwright.config import MESH_AXES
+from meshwright.config_train import MESH_AXES
 from meshwright.engines.jax.experts import expert_parallel
 from meshwright.models.moe import ExpertKernels, top_k, whole_experts
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from virtual import measured_on_eight_devices, mesh, random
 
-from meshwright.config import MESH_AXES
+from meshwright.config_train import MESH_AXES
 from meshwright.engines.jax.ring import ring_attention, zigzag_order
 from meshwright.models.attention import attend, causal_mask
 

@@ -46,7 +46,7 @@ def write_random(folder, run, dtype):
     """A checkpoint of random numbers, and the parameters that it holds, whole and in order."""
     import optax
 
-    from meshwright.config import MESH_AXES
+    from meshwright.config_train import MESH_AXES
     from meshwright.engines.jax.hf import real_shapes
     from meshwright.engines.jax.mesh import RunMesh
     from meshwright.engines.jax.state import plan_state

@@ -11,14 +11,14 @@ from meshwright.track.console import Summary
 
 def test_the_first_failure_counts_and_closes():
     desk = Desk()
-    assert desk.is_open() and desk.beat(0) == 0
+    assert desk.is_open() and desk.beat(0, []) == 0
     desk.ask_to_stop(15)
-    assert desk.beat(0) == 15
+    assert desk.beat(0, []) == 15
     first, second = (Failure(rank, "10.0.0.1", "text", mistake=False) for rank in (1, 0))
     desk.fail(first)
     desk.fail(second)
     assert desk.news().failure == first
-    assert not desk.is_open() and desk.beat(1) == CLOSED
+    assert not desk.is_open() and desk.beat(1, []) == CLOSED
     assert desk.beats() == {0: 2, 1: 1}
 
 
@@ -36,22 +36,29 @@ def test_a_console_of_a_worker_has_the_drivers_called(monkeypatch):
     desk, moving, measured = Desk(), [], []
     gauges = {key: SimpleNamespace(set=partial(lambda *call: measured.append(call), key)) for key in ("step", "loss")}
     monkeypatch.setattr(ray_desk, "measure", gauges.get)
-    actor = SimpleNamespace(say=SimpleNamespace(remote=desk.say))
+    actor = SimpleNamespace(beat=SimpleNamespace(remote=desk.beat))
     console = DeskConsole(actor, lambda: bool(moving))
     console.start("a run", {"engine": "jax"}, 20, 4)
     assert not console.stepped
     for step in range(5, 15):
         console.progress(step)
     assert console.stepped
+    console.step({"step": 13, "loss": 2.5})
     console.step({"step": 14, "loss": 1.5})
+    assert desk.news().calls == [] and measured == []
+    desk.ask_to_stop(15)
+    assert console.beat(0) == 15 and desk.beats() == {0: 1}
     assert sorted(measured) == [("loss", 1.5, {"run": "a run"}), ("step", 14, {"run": "a run"})]
     summary = Summary(Path("runs/a"), 14, 1.0)
     console.finish(summary)
     moving.append(True)
     console.finish(summary)
+    console.beat(0)
+    console.beat(0)
     assert desk.news().calls == [
         ("start", ("a run", {"engine": "jax"}, 20, 4)),
-        ("progress", (5,)),  # and no more within so short a time
+        ("progress", (14,)),
+        ("step", ({"step": 13, "loss": 2.5},)),
         ("step", ({"step": 14, "loss": 1.5},)),
         ("finish", (summary,)),
     ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from virtual import measured_on_eight_devices, mesh, random
 
-from meshwright.config import MESH_AXES
+from meshwright.config_train import MESH_AXES
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.sharding import MeshLayout
 from meshwright.models import flash

@@ -31,7 +31,7 @@ def text(preset_name: str, mesh: dict[str, int]) -> str:
     import jax
     from flax import nnx
 
-    from meshwright.config import MESH_AXES
+    from meshwright.config_train import MESH_AXES
     from meshwright.engines.jax.sharding import axes_of, specs_of
     from meshwright.models.decoder import Decoder
     from meshwright.models.spec import preset

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.config import LoraSection
+from meshwright.config_train import LoraSection
 from meshwright.errors import UserError
 from meshwright.hub.export import Parameters
 from meshwright.hub.proof import TOLERANCE, Logits, Proof, difference

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ CLOSED = -1
 """In place of a signal: this process is to end at once."""
 
 _LOST_SECONDS = 60.0
-_PROGRESS_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
 _MEASURED = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second"}
 
@@ -72,10 +71,12 @@ class Desk:
         if self._failure is None:
             self._calls += calls
 
-    def beat(self, rank: int) -> int:
-        """Note that a worker is alive; gives the signal that asks all to stop, 0, or `CLOSED`."""
+    def beat(self, rank: int, calls: list[tuple[str, tuple[Any, ...]]]) -> int:
+        """Note that a worker is alive, and what it has to `say`; gives the signal that asks all to stop, 0, or
+        `CLOSED`."""
         self._heard = time.monotonic()
         self._beats[rank] += 1
+        self.say(calls)
         return self._stop if self._open else CLOSED
 
     def beats(self) -> Counter[int]:
@@ -97,7 +98,8 @@ class Desk:
 
 
 class DeskConsole:
-    """The console of a worker: has that of the driver called.
+    """The console of a worker: has that of the driver called. What is said goes with the next beat, so that training
+    waits for no message.
 
     Arguments:
         desk: the actor.
@@ -108,8 +110,8 @@ class DeskConsole:
         self._desk = desk
         self._moving = moving
         self._run = ""
-        self._last: Any = None
-        self._next_progress = 0.0
+        self._sending = threading.Lock()  # what was said first goes first, whichever thread sends it
+        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self.moved = time.monotonic()
         """When something was last said: a step done, or anything else."""
         self.stepped = False
@@ -122,16 +124,12 @@ class DeskConsole:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """See `Console`."""
-        for key in _MEASURED & record.keys():
-            measure(key).set(record[key], {"run": self._run})
         self._say("step", dict(record))
 
     def progress(self, step: int) -> None:
         """See `Console`."""
-        self.moved, self.stepped = time.monotonic(), True
-        if self.moved >= self._next_progress:
-            self._next_progress = self.moved + _PROGRESS_SECONDS
-            self._say("progress", step)
+        self.stepped = True
+        self._say("progress", step)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """See `Console`."""
@@ -159,13 +157,30 @@ class DeskConsole:
         """See `Console`; waits until all is said."""
         import ray
 
-        if self._last is not None:
-            with suppress(ray.exceptions.RayError):
-                ray.get(self._last, timeout=_LOST_SECONDS)
+        with self._sending:
+            said = self._desk.say.remote(self._take())
+        with suppress(ray.exceptions.RayError):
+            ray.get(said, timeout=_LOST_SECONDS)
+
+    def beat(self, rank: int) -> Any:
+        """Send a beat of this worker with what is to be said; gives Ray's reference to the answer of `Desk.beat`."""
+        with self._sending:
+            return self._desk.beat.remote(rank, self._take())
 
     def _say(self, method: str, *arguments: Any) -> None:
         self.moved = time.monotonic()
-        self._last = self._desk.say.remote([(method, arguments)])
+        self._calls.append((method, arguments))
+
+    def _take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        # Of how far training is, just the last is of interest.
+        progress = [call for call in calls if call[0] == "progress"]
+        calls = [call for call in calls if call[0] != "progress" or call is progress[-1]]
+        records = [arguments[0] for method, arguments in calls if method == "step"]
+        for record in records[-1:]:
+            for key in _MEASURED & record.keys():
+                measure(key).set(record[key], {"run": self._run})
+        return calls
 
 
 @lru_cache
@@ -197,25 +212,25 @@ def all_others_live(desk: Any, rank: int, size: int) -> bool:
     return False
 
 
-def keep_in_touch(desk: Any, rank: int, stop: Stop, look: Callable[[], None]) -> None:
+def keep_in_touch(console: DeskConsole, rank: int, stop: Stop, look: Callable[[], None]) -> None:
     """Beat, in a thread of its own, for as long as this process lives; a process without a driver ends.
 
     Arguments:
-        desk: the actor.
+        console: sends the beats.
         rank: of this worker.
         stop: set to the signal that asks all to stop.
         look: called at each beat.
     """
-    threading.Thread(target=_beat, args=(desk, rank, stop, look), name="beat", daemon=True).start()
+    threading.Thread(target=_beat, args=(console, rank, stop, look), name="beat", daemon=True).start()
 
 
-def _beat(desk: Any, rank: int, stop: Stop, look: Callable[[], None]) -> None:
+def _beat(console: DeskConsole, rank: int, stop: Stop, look: Callable[[], None]) -> None:
     import ray
 
     heard = time.monotonic()
     while True:
         try:
-            asked = ray.get(desk.beat.remote(rank), timeout=_LOST_SECONDS / 4)
+            asked = ray.get(console.beat(rank), timeout=_LOST_SECONDS / 4)
             if asked == CLOSED:
                 os._exit(1)
             stop.signal = stop.signal or asked

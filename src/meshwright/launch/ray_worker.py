@@ -114,10 +114,11 @@ def train_worker(task: Task) -> dict[str, Any] | None:
         go_to(task.folder)
         _write_to_log(run, _place.rank)
         watch = partial(_look, console, run.launch.hang_timeout if _place.rank == 0 else None)
-        keep_in_touch(task.desk, _place.rank, _stop, watch)
+        keep_in_touch(console, _place.rank, _stop, watch)
         return _train(task, run, _place, console)
     except BaseException as error:
         traceback.print_exc()
+        console.close()  # after a failure nothing more is shown
         # What goes wrong since another worker is gone looks like any other error.
         if isinstance(error, UserError) or all_others_live(task.desk, _place.rank, _place.size):
             ray.get(task.desk.fail.remote(_failure(error, _place.rank)))

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from meshwright.config import MESH_AXES, Run
+from meshwright.config import Run
+from meshwright.config_train import MESH_AXES
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.state import StatePlan, plan_state
 from meshwright.engines.jax.step import Params

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshwright.config import MESH_AXES, Run
+from meshwright.config import Run
+from meshwright.config_train import MESH_AXES
 from meshwright.data.examples import Batch
 from meshwright.engines.jax.ring import zigzag_order
 from meshwright.engines.jax.rules import ACTIVATIONS

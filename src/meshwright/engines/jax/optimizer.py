@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from meshwright.config import OptimizerSection, Run
+from meshwright.config import Run
+from meshwright.config_train import OptimizerSection
 from meshwright.models.routing import keep_untrained
 from meshwright.models.stacks import STACKS
 

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from meshwright.config import LoraSection, Run
+from meshwright.config import Run
+from meshwright.config_train import LoraSection
 from meshwright.engines.torch.mesh import TorchMesh
 from meshwright.engines.torch.names import Names, write_tensor
 from meshwright.engines.torch.plan import Placed

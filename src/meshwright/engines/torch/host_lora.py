@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshwright.config import LoraSection
+from meshwright.config_train import LoraSection
 from meshwright.engines.torch.host import HostParameters
 from meshwright.engines.torch.lora import A, B, modules_of
 from meshwright.engines.torch.plan import Placed, own

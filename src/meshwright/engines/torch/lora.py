@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.config import LoraSection
+from meshwright.config_train import LoraSection
 from meshwright.engines.torch.names import Names
 from meshwright.models.spec import ModelSpec
 from meshwright.models.targets import Adapter, adapters_of

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from meshwright.config import MESH_AXES, Run
+from meshwright.config import Run
+from meshwright.config_train import MESH_AXES
 from meshwright.errors import UserError
 from meshwright.models.spec import ModelSpec
 
