@@ -1,21 +1,23 @@
 """What Ray costs: step time, time to the first step, and time to go on after a worker is killed.
 
-    python benchmarks/ray_overhead.py                 writes results/ray_overhead.json; takes some twenty minutes
-    python benchmarks/ray_overhead.py --steps-only    just 1., into results/ray_overhead_steps.json
+    python benchmarks/ray_overhead.py                 writes results/ray_overhead.json; takes an hour
+    python benchmarks/ray_overhead.py --gpu           just 1., of a worker with a GPU: results/ray_overhead_gpu.json
 
 1. Step time of CPU workers under Ray Train (`launch.kind = "ray"`) beside the same processes bare
-   (`launch.kind = "processes"`), for steps of about 100 and 300 ms. The two ways take turns; each turn is a command of
-   its own, and no Ray runs while the bare one does. Once two workers keep all cores of a small machine at work, from
-   which Ray's own processes then take their time; and once one worker computes in one thread, which leaves a core to
-   spare, as machines with accelerators have. On a machine of eight cores and more, two workers compute in two threads
-   each. The aim is under 1%.
+   (`launch.kind = "processes"`), for steps of about 100 and 300 ms, each with a record. In each round all start, and
+   then take turns of four seconds: whose turn it isn't is stopped (SIGSTOP), with all of its processes, those of the
+   Ray cluster included. So a machine whose speed drifts is the same for both. Two processes that do the same differ,
+   too, by how they happen to lie in memory; so a second bare one takes turns with them, and what it differs by is what
+   can't be told from nothing. What Ray does less often than every four seconds is mostly left out: it falls due while
+   it is stopped, and is done before the steps that count. Once two workers keep all cores of a small machine at work,
+   from which Ray's own processes then take their time; and once one worker computes in one thread, which leaves a core
+   to spare, as machines with accelerators have. The aim is under 1%.
 2. Seconds from the command to the first step's record: bare, with a cluster that the command starts, and on one that
-   runs already.
+   runs already, each by itself.
 3. Seconds from a kill -9 of a worker to the first new step's record, of worker 1 and of worker 0, which the others join
    at. The aim is under 15 s.
 
-The data is prepared before; each command compiles its programs anew. A median hides what disturbs few steps, so the
-mean stands beside it.
+The data is prepared before; each command compiles its programs anew.
 """
 
 import argparse
@@ -29,9 +31,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import machine, write_results
 
@@ -56,17 +58,37 @@ kind = "processes"
 workers = 2
 devices_per_worker = 1
 """
-ONE: dict[str, Any] = {"workers": 1, "environment": {"PJRT_NPROC": "1"}}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two workers": {"workers": 2, "environment": {}},
-    "one worker of one thread": ONE,
+
+
+class Setting(NamedTuple):
+    """Workers, and what they compute on."""
+
+    workers: int
+    environment: dict[str, str]
+    overrides: tuple[str, ...] = ()
+    multiple: int = 2
+    """What the batch size is a multiple of."""
+
+
+CPU = {"JAX_PLATFORMS": "cpu"}
+ON_CPU = {
+    "two workers": Setting(2, CPU),
+    "one worker of one thread": Setting(1, {**CPU, "PJRT_NPROC": "1"}),
 }
-if (os.cpu_count() or 1) >= 8:
-    spared = {"workers": 2, "environment": {"PJRT_NPROC": "2"}}
-    SETTINGS = {"two workers of two threads": spared, "one worker of one thread": ONE}
-WAYS = {"bare": "processes", "ray": "ray"}
+ON_GPU = {
+    "one worker with a GPU": Setting(
+        1,
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # those who take turns share the card
+        ("model.preset=gpt2", "train.sequence_length=1024", "train.micro_batch_size=16"),
+        16,
+    ),
+}
+SETTINGS = ON_CPU | ON_GPU
+WAYS = {"bare": "processes", "bare again": "processes", "ray": "ray"}
 FIRST_SIZE = 16
 WARM_UP = 5
+TURN_SECONDS = 4.0  # processes that hear nothing of each other for 20 s end: two such stops are short enough
+FIRST_OF_TURN = 3  # steps that began before the turn, or find the processor's caches without their data
 PATIENCE = 300.0
 
 
@@ -80,15 +102,16 @@ class Command:
         environment: what is added to this process's.
     """
 
-    def __init__(self, folder: Path, name: str, *overrides: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, name: str, *overrides: str, environment: Mapping[str, str] = CPU) -> None:
         self.directory = folder / "runs" / name
         self._output = folder / f"{name}.out"
+        self._stopped: set[int] = set()
         self.started = time.perf_counter()
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*MAIN, "train", "run.toml", f"name={name}", *overrides],
                 cwd=folder,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})},
+                env={**os.environ, **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -98,6 +121,7 @@ class Command:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.go_on()
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,8 +144,7 @@ class Command:
     def wait_for(self, condition: Callable[[], bool]) -> float:
         """Wait; gives the time of the clock."""
         while not condition():
-            if self._process.poll() is not None or time.perf_counter() - self.started > PATIENCE:
-                raise RuntimeError(f"{self.directory.name} failed:\n{self._output.read_text()[-4000:]}")
+            self.check()
             time.sleep(0.01)
         return time.perf_counter()
 
@@ -130,55 +153,110 @@ class Command:
         if self._process.wait(PATIENCE):
             raise RuntimeError(f"{self.directory.name} failed:\n{self._output.read_text()[-4000:]}")
 
+    def stop(self) -> None:
+        """Stop all processes of the command until they `go_on`."""
+        self._stopped |= set(family(self._process.pid))
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have all of them go on."""
+        self._signal(signal.SIGCONT)
+        self._stopped.clear()
+
+    def _signal(self, number: int) -> None:
+        for one in self._stopped:
+            with contextlib.suppress(OSError):
+                os.kill(one, number)
+
+    def check(self) -> None:
+        """Raise if the command has ended, or takes too long."""
+        if self._process.poll() is not None or time.perf_counter() - self.started > PATIENCE:
+            raise RuntimeError(f"{self.directory.name} failed:\n{self._output.read_text()[-4000:]}")
+
     def worker(self, rank: int) -> int:
         """The process id of a worker, on Ray."""
         log = (self.directory / f"workers/worker_{rank}.log").read_text(errors="replace")
         return int(re.findall(r"(?m)^--- .*, process (\d+)$", log)[-1])
 
 
-def steps_of(folder: Path, setting: str, name: str, way: str, size: int, steps: int) -> tuple[float, list[float]]:
-    """Seconds to the first step, and of each step but the first ones."""
-    given = SETTINGS[setting]
-    overrides = [f"launch.kind={WAYS[way]}", f"launch.workers={given['workers']}"]
-    overrides += [f"train.batch_size={size}", f"train.steps={steps}"]
-    name = f"{name}-{given['workers']}"
-    with Command(folder, name, *overrides, environment=given["environment"]) as command:
-        first = command.wait_for(lambda: command.starts() > 0) - command.started
+def family(root: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found, waiting = [], [root]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
+def start(folder: Path, setting: str, name: str, kind: str, size: int, steps: int) -> Command:
+    """A command of a setting."""
+    workers, environment, more, _ = SETTINGS[setting]
+    overrides = [f"launch.kind={kind}", f"launch.workers={workers}", f"train.batch_size={size}", f"train.steps={steps}"]
+    return Command(folder, f"{name}-{workers}", *overrides, *more, environment=environment)
+
+
+def size_for(folder: Path, setting: str, seconds: float) -> int:
+    """The batch size whose steps take about so long, bare."""
+    with start(folder, setting, f"size-{seconds}", WAYS["bare"], FIRST_SIZE, 60) as command:
         command.end()
         times = [record["step_seconds"] for record in command.records() if "step_seconds" in record]
-    return first, times[WARM_UP:-1]  # the last is read without another behind it
+    multiple = SETTINGS[setting].multiple
+    return max(multiple * round(FIRST_SIZE * seconds / statistics.median(times) / multiple), multiple)
 
 
-def size_for(folder: Path, setting: str, seconds: float, steps: int) -> int:
-    """The batch size whose steps take about so long, bare."""
-    _, times = steps_of(folder, setting, f"size-{seconds}", "bare", FIRST_SIZE, steps)
-    return max(2 * round(FIRST_SIZE * seconds / statistics.median(times) / 2), 2)
-
-
-def beside_each_other(folder: Path, setting: str, seconds: float, rounds: int, steps: int) -> dict[str, Any]:
-    """Step times of both ways, in turns."""
-    size = size_for(folder, setting, seconds, steps)
-    times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    firsts: dict[str, list[float]] = {way: [] for way in WAYS}
+def beside_each_other(folder: Path, setting: str, seconds: float, rounds: int, turns: int) -> dict[str, Any]:
+    """Step times of all ways."""
+    size = size_for(folder, setting, seconds)
+    means: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds):
-        ways = list(WAYS) if number % 2 == 0 else list(WAYS)[::-1]
-        for way in ways:
-            first, found = steps_of(folder, setting, f"{way}-{seconds}-{number}", way, size, steps)
-            firsts[way].append(first)
-            times[way].append(found)
-            print(
-                f"{setting}, {seconds} s, {way}: {statistics.median(found):.4f} s a step, first after {first:.1f} s",
-                flush=True,
-            )
-    figures: dict[str, Any] = {"batch_size": size, "steps": steps - 2 - WARM_UP}
-    for way in WAYS:
-        figures[way] = {"to_first_step_s": summary(firsts[way])}
-    for name, middle in (("median", statistics.median), ("mean", statistics.mean)):
-        of = {way: [middle(found) for found in times[way]] for way in WAYS}
+        with contextlib.ExitStack() as stack:
+            commands = {}
+            for way, kind in WAYS.items():
+                command = start(folder, setting, f"{way.replace(' ', '-')}-{seconds}-{number}", kind, size, 10**6)
+                commands[way] = stack.enter_context(command)
+                command.wait_for(lambda command=command: len(command.records()) > WARM_UP)
+            found = in_turns(commands, turns)
         for way in WAYS:
-            figures[way][f"{name}_step_s"] = summary(of[way])
-        figures[f"overhead_of_{name}s"] = summary([ray / bare - 1 for bare, ray in zip(*of.values(), strict=True)])
-    return figures
+            means[way].append(statistics.mean(found[way]))
+        shown = ", ".join(f"{way} {means[way][-1] * 1e3:.2f} ms" for way in WAYS)
+        print(f"{setting}, {seconds} s, round {number}: {shown}", flush=True)
+    return figures_of(size, turns, means)
+
+
+def in_turns(commands: dict[str, Command], turns: int) -> dict[str, list[float]]:
+    """The mean step time of each turn."""
+    for command in commands.values():
+        command.stop()
+    found: dict[str, list[float]] = {way: [] for way in commands}
+    for _ in range(turns):
+        for way, command in commands.items():
+            before = len(command.records())
+            command.go_on()
+            time.sleep(TURN_SECONDS)
+            command.check()
+            command.stop()
+            times = [record["step_seconds"] for record in command.records()[before + FIRST_OF_TURN :]]
+            found[way].append(statistics.mean(times))
+    return found
+
+
+def figures_of(size: int, turns: int, means: dict[str, list[float]]) -> dict[str, Any]:
+    """What is written of a setting's rounds; a step under Ray is set against the mean of the two bare ones."""
+    bare = [(one + other) / 2 for one, other in zip(means["bare"], means["bare again"], strict=True)]
+    return {
+        "batch_size": size,
+        "turns": turns,
+        **{f"{way.replace(' ', '_')}_step_s": summary(means[way]) for way in WAYS},
+        "overhead": summary([ray / one - 1 for ray, one in zip(means["ray"], bare, strict=True)]),
+        "bare_again_beside_bare": summary(
+            [again / one - 1 for again, one in zip(means["bare again"], means["bare"], strict=True)]
+        ),
+    }
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -200,15 +278,26 @@ def running_cluster() -> Iterator[str]:
         ray.shutdown()
 
 
-def first_step_on(folder: Path, address: str, rounds: int) -> list[float]:
-    """Seconds from the command to the first step, on a cluster that runs."""
+def to_first_step(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds from the command to the first step: bare, with a Ray cluster of its own, and on one that runs."""
+    with_own = {
+        "bare": first_steps(folder, "bare", rounds, "launch.kind=processes"),
+        "ray": first_steps(folder, "ray", rounds, "launch.kind=ray"),
+    }
+    with running_cluster() as address:
+        return with_own | {
+            "running": first_steps(folder, "running", rounds, "launch.kind=ray", f"launch.address={address}")
+        }
+
+
+def first_steps(folder: Path, name: str, rounds: int, *overrides: str) -> dict[str, Any]:
+    """Seconds from a command to its first step, with nothing beside it."""
     found = []
     for number in range(rounds):
-        overrides = ["launch.kind=ray", f"launch.address={address}", "train.steps=100000"]
-        with Command(folder, f"running-{number}", *overrides) as command:
+        with Command(folder, f"{name}-{number}", "train.steps=100000", *overrides) as command:
             found.append(command.wait_for(lambda command=command: command.starts() > 0) - command.started)
-        print(f"on a running cluster: first step after {found[-1]:.1f} s", flush=True)
-    return found
+        print(f"{name}: first step after {found[-1]:.1f} s", flush=True)
+    return summary(found)
 
 
 def recovery(folder: Path, rank: int, rounds: int) -> list[float]:
@@ -232,37 +321,38 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of training in each turn")
+    parser.add_argument("--turns", type=int, default=8, help="of each way in a round")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.1, 0.3])
-    parser.add_argument("--steps-only", action="store_true", help="no starts and no kills")
+    parser.add_argument("--gpu", action="store_true", help="a worker with a GPU; no starts and no kills")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # no stopped process is left behind
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     measured_on, began = machine("jax", "ray", "flax", "orbax-checkpoint"), time.perf_counter()
+    if arguments.gpu:
+        code = "import jax; print(jax.devices()[0].device_kind)"
+        measured_on["card"] = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN_FILE)
         subprocess.run([*MAIN, "prepare", "run.toml"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        steps = {setting: steps_beside_each_other(folder, setting, arguments) for setting in SETTINGS}
+        settings = ON_GPU if arguments.gpu else ON_CPU
+        steps = {setting: steps_beside_each_other(folder, setting, arguments) for setting in settings}
         figures: dict[str, Any] = {"steps_of_s": steps}
-        if not arguments.steps_only:
-            with running_cluster() as address:
-                figures["to_first_step_on_a_running_cluster_s"] = summary(
-                    first_step_on(folder, address, arguments.starts)
-                )
+        if not arguments.gpu:
+            figures["to_first_step_s"] = to_first_step(folder, arguments.starts)
             killed = {f"worker_{rank}": summary(recovery(folder, rank, arguments.starts)) for rank in (1, 0)}
             figures["kill_to_first_new_step_s"] = killed
     figures["took_s"] = time.perf_counter() - began
     print(json.dumps(figures, indent=1))
     if not arguments.dry:
-        print(write_results("ray_overhead_steps" if arguments.steps_only else "ray_overhead", measured_on, figures))
+        print(write_results("ray_overhead_gpu" if arguments.gpu else "ray_overhead", measured_on, figures))
 
 
 def steps_beside_each_other(folder: Path, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Step times of both ways, for each of the targets."""
+    """Step times of all ways, for each of the targets."""
     return {
-        f"{seconds:g}": beside_each_other(
-            folder, setting, seconds, arguments.rounds, round(arguments.seconds / seconds)
-        )
+        f"{seconds:g}": beside_each_other(folder, setting, seconds, arguments.rounds, arguments.turns)
         for seconds in arguments.targets
     }
 

@@ -1,5 +1,6 @@
 """What passes between driver and workers, without a cluster."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,3 +63,25 @@ def test_a_console_of_a_worker_has_the_drivers_called(monkeypatch):
         ("step", ({"step": 14, "loss": 1.5},)),
         ("finish", (summary,)),
     ]
+
+
+def test_a_message_is_small_and_a_close_says_all(monkeypatch):
+    class Ray:
+        exceptions = SimpleNamespace(RayError=RuntimeError)
+        get = staticmethod(lambda reference, timeout: reference)
+
+    monkeypatch.setitem(sys.modules, "ray", Ray)
+    desk, sizes = Desk(), []
+
+    def say(calls):
+        sizes.append(len(calls))
+        desk.say(calls)
+
+    actor = SimpleNamespace(beat=SimpleNamespace(remote=desk.beat), say=SimpleNamespace(remote=say))
+    console = DeskConsole(actor, lambda: False)
+    for number in range(700):
+        console.note(str(number))
+    console.beat(0)
+    assert len(desk.news().calls) == 200
+    console.close()
+    assert sizes == [200, 200, 100] and desk.news().calls == [("note", (str(number),)) for number in range(200, 700)]

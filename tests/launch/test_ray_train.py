@@ -129,7 +129,7 @@ import ray
 import meshwright as mw
 from meshwright.launch import ray_train
 
-faulthandler.dump_traceback_later(240)
+faulthandler.dump_traceback_later(200)
 outcome_of = ray_train._outcome
 
 def outcome_shown(run, fit):
@@ -154,7 +154,7 @@ def test_from_python_on_a_connection_of_the_users(tmp_path, cluster, started):
     folder = write(tmp_path, train={"steps": 12})
     training = Training(folder, "python", main=[sys.executable, "-c", FROM_PYTHON, cluster.address])
     started.append(training)
-    assert training.end(270) == 0, training.output
+    assert training.end(240) == 0, training.output
     checkpoint = training.directory / "checkpoints" / "step_00000012"
     assert f"told Ray of {checkpoint} {{'step': 12.0, " in training.output
     assert "Outcome(run_dir=PosixPath('runs/python'), step=12, " in training.output

@@ -14,7 +14,17 @@ from cases import BATCH, BY_NAME, FAMILIES, ONE, STEPS, TIME, Layout, cases
 from compare import EXEMPT, compare
 from matrix import WAIT, Matrix
 
-ALL = [(family, layout, accumulate) for family in FAMILIES for layout, accumulate in cases(family)]
+
+def _marks(family: str, accumulate: int) -> list[pytest.MarkDecorator]:
+    # Those with experts compile slowly; with 1 and 4 micro-batches they are in the default suite.
+    return [pytest.mark.slow] if family in ("moe", "mla-moe") and accumulate == 2 else []
+
+
+ALL = [
+    pytest.param(family, layout, accumulate, marks=_marks(family, accumulate))
+    for family in FAMILIES
+    for layout, accumulate in cases(family)
+]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ CLOSED = -1
 
 _LOST_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
+_MOST_CALLS = 200  # of a message: Ray puts large ones into its object store, which may be full
 _MEASURED = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second"}
 
 
@@ -98,8 +99,10 @@ class Desk:
 
 
 class DeskConsole:
-    """The console of a worker: has that of the driver called. What is said goes with the next beat, so that training
-    waits for no message.
+    """The console of a worker: has that of the driver called.
+
+    What is said goes with the next beat, so that training waits for no message; what a worker that is killed has said
+    since its last beat is just in the run directory.
 
     Arguments:
         desk: the actor.
@@ -157,10 +160,13 @@ class DeskConsole:
         """See `Console`; waits until all is said."""
         import ray
 
-        with self._sending:
-            said = self._desk.say.remote(self._take())
-        with suppress(ray.exceptions.RayError):
-            ray.get(said, timeout=_LOST_SECONDS)
+        more = True  # at first even without a call: a beat may be on its way with the last
+        while more:
+            with self._sending:
+                said = self._desk.say.remote(self._take())
+            with suppress(ray.exceptions.RayError):
+                ray.get(said, timeout=_LOST_SECONDS)
+            more = bool(self._calls)
 
     def beat(self, rank: int) -> Any:
         """Send a beat of this worker with what is to be said; gives Ray's reference to the answer of `Desk.beat`."""
@@ -172,7 +178,7 @@ class DeskConsole:
         self._calls.append((method, arguments))
 
     def _take(self) -> list[tuple[str, tuple[Any, ...]]]:
-        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        calls = [self._calls.popleft() for _ in range(min(len(self._calls), _MOST_CALLS))]
         # Of how far training is, just the last is of interest.
         progress = [call for call in calls if call[0] == "progress"]
         calls = [call for call in calls if call[0] != "progress" or call is progress[-1]]

@@ -18,7 +18,7 @@ from meshwright.config import Run, make_run
 from meshwright.errors import UserError
 from meshwright.launch import joining
 from meshwright.launch.group import Group
-from meshwright.launch.ray_desk import DeskConsole, Failure, all_others_live, keep_in_touch
+from meshwright.launch.ray_desk import BEAT_SECONDS, DeskConsole, Failure, all_others_live, keep_in_touch
 from meshwright.rundir import RunDirectory
 from meshwright.signals import Stop
 
@@ -119,13 +119,15 @@ def train_worker(task: Task) -> dict[str, Any] | None:
     except BaseException as error:
         traceback.print_exc()
         console.close()  # after a failure nothing more is shown
+        if isinstance(error, UserError) and _place.rank > 0:
+            time.sleep(2 * BEAT_SECONDS)  # in which the first worker says what it has to say
         # What goes wrong since another worker is gone looks like any other error.
         if isinstance(error, UserError) or all_others_live(task.desk, _place.rank, _place.size):
             ray.get(task.desk.fail.remote(_failure(error, _place.rank)))
         raise
     finally:
-        _ended.set()
         console.close()
+        _ended.set()
 
 
 def _train(task: Task, run: Run, place: _Place, console: DeskConsole) -> dict[str, Any]:
