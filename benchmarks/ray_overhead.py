@@ -144,14 +144,14 @@ class Command:
     def wait_for(self, condition: Callable[[], bool]) -> float:
         """Wait; gives the time of the clock."""
         while not condition():
-            self.check()
+            self.check(time.perf_counter() - self.started < PATIENCE)
             time.sleep(0.01)
         return time.perf_counter()
 
     def end(self) -> None:
         """Wait for the end of all steps."""
         if self._process.wait(PATIENCE):
-            raise RuntimeError(f"{self.directory.name} failed:\n{self._output.read_text()[-4000:]}")
+            self.check()
 
     def stop(self) -> None:
         """Stop all processes of the command until they `go_on`."""
@@ -168,9 +168,9 @@ class Command:
             with contextlib.suppress(OSError):
                 os.kill(one, number)
 
-    def check(self) -> None:
-        """Raise if the command has ended, or takes too long."""
-        if self._process.poll() is not None or time.perf_counter() - self.started > PATIENCE:
+    def check(self, in_time: bool = True) -> None:
+        """Raise if the command has ended, or isn't in time."""
+        if self._process.poll() is not None or not in_time:
             raise RuntimeError(f"{self.directory.name} failed:\n{self._output.read_text()[-4000:]}")
 
     def worker(self, rank: int) -> int:
