@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.models import rope
+from meshwright.models import one_token, rope
 from meshwright.models.attention import Attention, Places
 from meshwright.models.gradients import capped, look_up
 from meshwright.models.latent import LatentAttention
@@ -285,12 +285,18 @@ class Decoder(nnx.Module):
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
         places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
-        x_BTD, caches = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype), []
+        x_BTD, layers = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype), []
         for blocks, of_layers in self._stacks((self._windows_L(), cache)):
             graph, stacked = nnx.split(blocks)
             for params, (window, layer_cache) in unstack((stacked, of_layers)):
                 block = nnx.merge(graph, layout().gather(params, x_BTD.dtype))
                 of_layer = places if window is None else places.of_layer(window, reached=True)
+                layers.append(one_token.Layer(block, of_layer, layer_cache))
+        if one_token.applies(layers, x_BTD):
+            x_BTD, caches = one_token.through(layers, x_BTD)
+        else:
+            caches = []
+            for block, of_layer, layer_cache in layers:
                 x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache)
                 caches.append(layer_cache)
         return self.finish(x_BTD), jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from meshwright.models import kernels as kernels_for_gpus
+from meshwright.models.kernels import call, dot
 from meshwright.models.layout import layout
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def by_kernels(
         transposed=transposed,
     )
     shape = jax.ShapeDtypeStruct((slots, width), rows[0].dtype)
-    return _call(kernel, blocks * across, shape, tile, expert_B, *rows, *kernels)
+    return call(kernel, (blocks * across,), shape, expert_B, *rows, *kernels, warps=tile.warps, stages=tile.stages)
 
 
 def _by_kernels(
@@ -200,7 +201,7 @@ def _by_kernels(
         def one(step: jax.Array, sums: jax.Array, x_ref: Any = x_ref, kernel_ref: Any = kernel_ref) -> jax.Array:
             inner = pl.ds(step * tile.depth, tile.depth)
             where, over = ((expert, wide, inner), 1) if transposed else ((expert, inner, wide), 0)
-            return sums + _dot(x_ref[high, inner], kernel_ref[where], 1, over)
+            return sums + dot(x_ref[high, inner], kernel_ref[where], 1, over)
 
         sums = jax.lax.fori_loop(0, needed, one, sums)
     y_ref[high, wide] = sums.astype(y_ref.dtype)
@@ -219,7 +220,8 @@ def over_rows(first_E1: jax.Array, x_SI: jax.Array, y_SO: jax.Array, tile: Tile 
     down, across = height // BLOCK, width // tile.columns
     kernel = partial(_over_rows, tile=tile, down=down, across=across)
     shape = jax.ShapeDtypeStruct((experts, height, width), jnp.float32)
-    return _call(kernel, experts * down * across, shape, tile, first_E1, x_SI, y_SO)
+    grid = (experts * down * across,)
+    return call(kernel, grid, shape, first_E1, x_SI, y_SO, warps=tile.warps, stages=tile.stages)
 
 
 def _over_rows(first_ref: Any, x_ref: Any, y_ref: Any, sums_ref: Any, *, tile: Tile, down: int, across: int) -> None:
@@ -230,7 +232,7 @@ def _over_rows(first_ref: Any, x_ref: Any, y_ref: Any, sums_ref: Any, *, tile: T
 
     def one(step: jax.Array, sums: jax.Array) -> jax.Array:
         rows = pl.ds(step * tile.depth, tile.depth)
-        return sums + _dot(x_ref[rows, high], y_ref[rows, wide], 0, 0)
+        return sums + dot(x_ref[rows, high], y_ref[rows, wide], 0, 0)
 
     steps = BLOCK // tile.depth
     start = jnp.zeros((BLOCK, tile.columns), jnp.float32)
@@ -244,13 +246,3 @@ def _abreast(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax
     first = jax.lax.div(program, _ABREAST * across) * _ABREAST
     rest, high = jax.lax.rem(program, _ABREAST * across), jnp.minimum(down - first, _ABREAST)
     return first + jax.lax.rem(rest, high), jax.lax.div(rest, high)
-
-
-def _dot(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
-    return jax.lax.dot_general(x, y, (((over_x,), (over_y,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _call(kernel: Any, programs: int, shape: jax.ShapeDtypeStruct, tile: Tile, *arrays: jax.Array) -> jax.Array:
-    interpret = jax.default_backend() != "gpu"  # tests have no GPU
-    parameters = None if interpret else kernels_for_gpus.triton.CompilerParams(tile.warps, tile.stages)
-    return pl.pallas_call(kernel, shape, grid=(programs,), interpret=interpret, compiler_params=parameters)(*arrays)

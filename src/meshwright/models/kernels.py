@@ -26,16 +26,20 @@ except ImportError:  # JAX has announced that it will go
 GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 """Of the tanh form of GELU (Hendrycks and Gimpel, 2016)."""
 
+LEAST_CAPABILITY = 8.0
+"""XLA refuses to compile Triton's kernels for older cards."""
+LEAST_TILE = 16
+"""The fewest rows and columns of a product on tensor cores."""
+
 _ELEMENTS, _WARPS = 2048, 4  # of a block, and what works on it: 16 elements a thread
 _WIDEST = 16_384
-_LEAST_CAPABILITY = 8.0  # XLA refuses to compile Triton's kernels for older cards
 _ROWS_OF_A_PROGRAM = 32
 _SCORES, _SCORES_WARPS = 4096, 8
 
 
 def applies(x: jax.Array) -> bool:
     """Whether the kernels here may be used for rows like these: `[B, ..., D]`, on this device and in this layout."""
-    return capability() >= _LEAST_CAPABILITY and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
+    return capability() >= LEAST_CAPABILITY and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
 
 
 @cache
@@ -80,7 +84,7 @@ def _norm_backward_here(x: jax.Array, *more: jax.Array, eps: float, centred: boo
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part, part]
     kernel = partial(_norm_backward, share=share, block=block, columns=columns, width=width, eps=eps, centred=centred)
     given = (of_rows.reshape(rows, width) for of_rows in (x, *others))
-    dx, *parts = _call(kernel, (rows // share,), shapes, scale_D, *given)
+    dx, *parts = call(kernel, (rows // share,), shapes, scale_D, *given)
     return [dx.reshape(x.shape), *parts]
 
 
@@ -148,7 +152,7 @@ def _gelu_backward_here(x: jax.Array, dy: jax.Array, bias_F: jax.Array) -> list[
     block = min(share, _ELEMENTS // columns)
     kernel = partial(_gelu_backward, share=share, block=block, columns=columns, width=width)
     given = (of_rows.reshape(rows, width) for of_rows in (x, dy))
-    dx, biases_PF = _call(kernel, (rows // share, -(-width // columns)), shapes, bias_F, *given)
+    dx, biases_PF = call(kernel, (rows // share, -(-width // columns)), shapes, bias_F, *given)
     return [dx.reshape(x.shape), biases_PF]
 
 
@@ -202,7 +206,7 @@ def cross_entropy(
     shapes = [jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows, width), dtype)]
     kernel = partial(_cross_entropy, columns=columns, width=width, vocab=vocab)
     targets_N, weights_N = targets_N.astype(jnp.int32), weights_N.astype(jnp.float32)
-    losses_N, d_scores_NV = _call(kernel, (rows,), shapes, scores_NV, targets_N, weights_N, warps=_SCORES_WARPS)
+    losses_N, d_scores_NV = call(kernel, (rows,), shapes, scores_NV, targets_N, weights_N, warps=_SCORES_WARPS)
     return losses_N, d_scores_NV
 
 
@@ -248,12 +252,44 @@ def _cross_entropy(
     losses_ref[row] = log_sum - jax.lax.fori_loop(0, blocks, write, jnp.float32(0.0))
 
 
-def _call(
-    kernel: Any, grid: tuple[int, ...], shapes: list[jax.ShapeDtypeStruct], *arrays: jax.Array, warps: int = 0
+def call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    shapes: Any,
+    *arrays: Any,
+    warps: int = _WARPS,
+    stages: int | None = None,
+    written: dict[int, int] | None = None,
+    name: str | None = None,
 ) -> Any:
-    interpret = jax.default_backend() != "gpu"  # tests have no GPU
-    parameters = None if interpret else triton.CompilerParams(num_warps=warps or _WARPS)
-    return pl.pallas_call(kernel, shapes, grid=grid, interpret=interpret, compiler_params=parameters)(*arrays)
+    """Run a kernel; in JAX's interpreter where there is no GPU, for tests.
+
+    Arguments:
+        kernel: it gets references to the arrays, and to what it makes.
+        grid: how many programs there are.
+        shapes: of what it makes.
+        arrays: what it reads; trees of arrays will do.
+        warps: of a program.
+        stages: how many loops' reads are on their way at a time.
+        written: of the arrays' leaves that it writes to, by number, which of `shapes` each becomes.
+        name: what a profile calls it.
+    """
+    interpret = jax.default_backend() != "gpu"
+    parameters = None if interpret else triton.CompilerParams(num_warps=warps, num_stages=stages)
+    options: dict[str, Any] = {"interpret": interpret, "compiler_params": parameters, "name": name}
+    return pl.pallas_call(kernel, shapes, grid=grid, input_output_aliases=written or {}, **options)(*arrays)
+
+
+def load(ref: Any, inside: jax.Array | None = None) -> jax.Array:
+    """Within a kernel: what is in an array, and zero where not inside; that is broadcast."""
+    if inside is None:
+        return triton.load(ref)
+    return triton.load(ref, mask=jnp.broadcast_to(inside, ref.shape), other=0.0)
+
+
+def dot(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
+    """Within a kernel: a product, float32, summed over an axis of each."""
+    return jax.lax.dot_general(x, y, (((over_x,), (over_y,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _dividing(number: int, most: int) -> int:

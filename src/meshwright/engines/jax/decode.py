@@ -96,7 +96,8 @@ class Generator:
         ended = np.zeros(many, bool)
         while count:
             arrived_KB, arrived = tokens_KB, count
-            count = min(2 * count, _MOST, max_tokens - written)  # the first ones come soon
+            most = _MOST if _in_one_go() else min(2 * count, _MOST)  # the first ones come soon
+            count = min(most, max_tokens - written)
             if count:  # the device works on these while the ones before are shown
                 positions_B = lengths_B + (written - 1)
                 tokens_KB, rows = self._go_on(prepared, rows, positions_B, count, stop, numbers, way)
@@ -132,6 +133,11 @@ class Generator:
 def _fewest_rows() -> int:
     # Of a single row XLA for GPUs makes a product with a matrix by writing out all that it is the sum of.
     return 2 if jax.default_backend() == "gpu" else 1
+
+
+def _in_one_go() -> bool:
+    # To ask a GPU after each token whether that was the last takes longer than a token does.
+    return jax.default_backend() == "gpu"
 
 
 def bucket(length: int, context: int) -> int:
@@ -248,11 +254,12 @@ def _go_on(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
         sampling: Sampling,
         way: Way,
     ) -> tuple[jax.Array, Rows]:
-        """The next `count` tokens of each row, `[K, B]`, or fewer where all have ended; the rest is zeros."""
+        """The next `count` tokens of each row, `[K, B]`, or fewer where all have ended; what comes after counts not."""
 
         def one(carry: tuple) -> tuple:
             done, _, tokens_KB, (token_B, ended_B, cache_L) = carry
-            model, position_B = prepared_model(program, prepared), positions_B + done
+            # Tokens beyond `count` may have no place in the cache; they go where the last one went.
+            model, position_B = prepared_model(program, prepared), positions_B + jnp.minimum(done, count - 1)
             x_B1D, cache = model.decode(token_B[:, None], position_B[:, None], _stack(cache_L), dtype=program.dtype)
             token_B = _choose(model, x_B1D, position_B, sampling, way)
             ended_B = ended_B | (token_B == stop)
@@ -262,6 +269,8 @@ def _go_on(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
         with _one_kernel_a_product():
             tokens_KB = jnp.zeros((_MOST, len(rows.token_B)), jnp.int32)
             carry = (jnp.zeros((), jnp.int32), ~rows.ended_B.all(), tokens_KB, rows)
+            if _in_one_go():
+                return jax.lax.fori_loop(0, _MOST, lambda _, carry: one(carry), carry)[2:]
             return jax.lax.while_loop(lambda carry: (carry[0] < count) & carry[1], one, carry)[2:]
 
     return go_on

@@ -1,0 +1,228 @@
+"""One token of each text through the layers, for NVIDIA GPUs: seven kernels a layer, which read each parameter once.
+
+A step of generation takes as long as reading all parameters does, if little comes in between. So there are few kernels,
+and each product is spread over so many programs that the whole device reads at once: a program makes some columns, and
+sums over some rows. What such parts add up to is left to the kernel that comes next.
+
+They are written in Pallas, like `meshwright.models.kernels`, for the same devices and under the same reservations.
+
+Shapes: B texts, P parts, I and O widths of a product's input and output, D width, H heads, C head width. In kernels, R
+texts with padding, N columns of a product.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from meshwright.models import kernels
+from meshwright.models.attention import Attention, LayerCache, Places
+from meshwright.models.kernels import call, dot, load
+from meshwright.models.layers import Linear, RMSNorm
+from meshwright.models.layout import layout
+from meshwright.models.mlp import MLP
+from meshwright.models.one_token_attention import attend
+from meshwright.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from meshwright.models.decoder import Block
+
+_TYPES = (jnp.bfloat16, jnp.float16)
+_MOST_TEXTS = 64
+_COLUMNS, _DEPTH = 64, 64  # of a product, that a program makes, and rows that it sums over in one go
+_PROGRAMS = 256  # the least that a product should have: about two for each of a large card's processors
+_WARPS, _STAGES = 4, 4
+
+
+class Layer(NamedTuple):
+    """A layer, and what it goes on from."""
+
+    block: "Block"
+    places: Places
+    """Where the token of each text stands; this layer's window counts."""
+    cache: LayerCache
+    """Keys and values of earlier positions."""
+
+
+def applies(layers: Sequence[Layer], x_BTD: jax.Array) -> bool:
+    """Whether `through` may be called with these: a token each of a few texts, on one device, and blocks like those of
+    Llama and Qwen2, without adapters and without parts of a researcher's own."""
+    few = x_BTD.shape[0] <= _MOST_TEXTS and x_BTD.shape[1] == 1 and x_BTD.dtype in _TYPES
+    here = kernels.capability() >= kernels.LEAST_CAPABILITY and layout().on_one_device()
+    return few and here and all(_suits(layer.block) for layer in layers)
+
+
+def _suits(block: "Block") -> bool:
+    from meshwright.models.decoder import Block
+
+    if not (type(block) is Block and type(block.attention) is Attention and type(block.mlp) is MLP):
+        return False
+    spec: ModelSpec = block.spec
+    attention: Any = block.attention
+    mlp: Any = block.mlp
+    alike = (spec.norm, spec.norm_placement, spec.activation, spec.qk_norm) == ("rmsnorm", "pre", "swiglu", "none")
+    if not alike or spec.attention_softcap or not _fits(spec):
+        return False
+    linears = (attention.query, attention.key, attention.value, attention.out, mlp.gate, mlp.up, mlp.down)
+    return all(linear is not None and linear.lora is None for linear in linears)
+
+
+def _fits(spec: ModelSpec) -> bool:
+    """Whether programs have whole tiles of all that they work on."""
+    summed = (spec.width, spec.heads * spec.head_width, spec.ffn_width)
+    whole = all(width % _DEPTH == 0 for width in summed) and spec.kv_heads * spec.head_width % _COLUMNS == 0
+    return whole and spec.head_width == pl.next_power_of_2(spec.head_width) >= 2 * kernels.LEAST_TILE
+
+
+def through(layers: Sequence[Layer], x_B1D: jax.Array) -> tuple[jax.Array, list[LayerCache]]:
+    """One token of each text through layers to which this `applies`.
+
+    Arguments:
+        layers: in order.
+        x_B1D: the residual stream.
+
+    Returns:
+        The residual stream, and each layer's cache with the token.
+    """
+    x_BD, caches = x_B1D[:, 0], []
+    parts_PBD: Any = None
+    for layer in layers:
+        block: Any = layer.block
+        attention, mlp = block.attention, block.mlp
+        x_BD, y_BD = added(x_BD, parts_PBD, block.attention_norm)
+        heads_PBI = products(y_BD, [attention.query, attention.key, attention.value])
+        y_BHC, cache = attend(heads_PBI, layer.places, layer.cache, attention.scoring.scale)
+        parts_PBD = products(y_BHC.reshape(len(x_BD), -1), [attention.out])
+        x_BD, y_BD = added(x_BD, parts_PBD, block.mlp_norm)
+        parts_PBD = products(gated_product(y_BD, mlp.gate, mlp.up), [mlp.down])
+        caches.append(cache)
+    return (x_BD + parts_PBD.sum(axis=0)).astype(x_BD.dtype)[:, None], caches
+
+
+def added(x_BD: jax.Array, parts_PBD: jax.Array | None, norm: RMSNorm) -> tuple[jax.Array, jax.Array]:
+    """The sum of the residual stream and what comes to it in parts (None: nothing), and that normed."""
+    shape = jax.ShapeDtypeStruct(x_BD.shape, x_BD.dtype)
+    refs = _Sum(x_BD, parts_PBD, norm.scale[...])
+    return call(partial(_add, eps=norm.how.eps), x_BD.shape[:1], [shape, shape], refs, name="add")
+
+
+class _Sum(NamedTuple):
+    x_BD: Any
+    parts_PBD: Any
+    scale_D: Any
+
+
+def _add(refs: _Sum, x_ref: Any, y_ref: Any, *, eps: float) -> None:
+    text, width = pl.program_id(0), x_ref.shape[1]
+    columns = pl.next_power_of_2(width)
+    wide, inside_D = pl.ds(0, columns), jnp.arange(columns) < width
+    x_D = load(refs.x_BD.at[text, wide], inside_D).astype(jnp.float32)
+    if refs.parts_PBD is not None:
+        parts = pl.ds(0, refs.parts_PBD.shape[0])
+        x_D = x_D + load(refs.parts_PBD.at[parts, text, wide], inside_D[None]).sum(axis=0)
+        x_D = x_D.astype(x_ref.dtype).astype(jnp.float32)
+    y_D = x_D * jax.lax.rsqrt((x_D * x_D).sum(axis=0) / width + eps) * load(refs.scale_D.at[wide], inside_D)
+    kernels.triton.store(x_ref.at[text, wide], x_D.astype(x_ref.dtype), mask=inside_D)
+    kernels.triton.store(y_ref.at[text, wide], y_D.astype(y_ref.dtype), mask=inside_D)
+
+
+def products(x_BI: jax.Array, linears: Sequence[Linear]) -> jax.Array:
+    """Linear maps of one input, in parts that are yet to be added up: each of some rows of their kernels.
+
+    Arguments:
+        x_BI: the input.
+        linears: the maps, all with a bias or all without.
+
+    Returns:
+        `[P, B, O]` float32, the outputs side by side.
+    """
+    width = sum(linear.kernel.shape[1] for linear in linears)
+    parts = _parts(width // _COLUMNS, x_BI.shape[1])
+    shape = jax.ShapeDtypeStruct((parts, len(x_BI), width), jnp.float32)
+    return _spread(x_BI, linears, shape, gated=False)
+
+
+def gated_product(x_BI: jax.Array, gate: Linear, up: Linear) -> jax.Array:
+    """`silu(gate(x)) * up(x)`, `[B, O]`."""
+    shape = jax.ShapeDtypeStruct((1, len(x_BI), up.kernel.shape[1]), x_BI.dtype)
+    return _spread(x_BI, [gate, up], shape, gated=True)[0]
+
+
+def _parts(across: int, depth: int) -> int:
+    """How many programs share the rows of a column."""
+    parts = 1
+    while parts * across < _PROGRAMS and depth % (2 * parts * _DEPTH) == 0:
+        parts *= 2
+    return parts
+
+
+class _Operands(NamedTuple):
+    x_BI: Any
+    kernels_IO: list[Any]
+    biases_O: list[Any]
+
+
+def _spread(x_BI: jax.Array, linears: Sequence[Linear], shape: jax.ShapeDtypeStruct, *, gated: bool) -> jax.Array:
+    parts, texts, width = shape.shape
+    operands = _Operands(
+        x_BI,
+        [linear.kernel[...].astype(x_BI.dtype) for linear in linears],
+        [linear.bias[...] for linear in linears if linear.bias is not None],
+    )
+    kernel = partial(_products, texts=texts, parts=parts, gated=gated)
+    name = f"{'gated' if gated else 'products'}_{x_BI.shape[1]}_{width}"
+    return call(kernel, (width // _COLUMNS, parts), shape, operands, name=name, warps=_WARPS, stages=_STAGES)
+
+
+def _products(refs: _Operands, y_ref: Any, *, texts: int, parts: int, gated: bool) -> None:
+    column, part = pl.program_id(0) * _COLUMNS, pl.program_id(1)
+    rows = max(kernels.LEAST_TILE, pl.next_power_of_2(texts))
+    inside_R1 = jnp.arange(rows)[:, None] < texts
+
+    def write(y_RN: jax.Array) -> None:
+        here = y_ref.at[part, pl.ds(0, rows), pl.ds(column, _COLUMNS)]
+        kernels.triton.store(here, y_RN.astype(y_ref.dtype), mask=jnp.broadcast_to(inside_R1, y_RN.shape))
+
+    summed = partial(_summed, refs, rows=rows, inside_R1=inside_R1, part=part, parts=parts)
+    if gated:
+        gate_RN, up_RN = summed([0, 1], column)
+        write(gate_RN * jax.nn.sigmoid(gate_RN) * up_RN)
+        return
+    first = 0
+    for index, kernel in enumerate(refs.kernels_IO):  # side by side: a program works on one of them
+
+        def of_this(index: int = index, first: int = first) -> None:
+            write(summed([index], column - first)[0])
+
+        end = first + kernel.shape[1]
+        pl.when((column >= first) & (column < end))(of_this)
+        first = end
+
+
+def _summed(
+    refs: _Operands,
+    indices: Sequence[int],
+    column: jax.Array,
+    *,
+    rows: int,
+    inside_R1: jax.Array,
+    part: jax.Array,
+    parts: int,
+) -> list[jax.Array]:
+    """What a program makes of some maps from a column on, float32 `[R, N]` each."""
+    wide, steps = pl.ds(column, _COLUMNS), refs.x_BI.shape[1] // _DEPTH // parts
+
+    def one(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        inner = pl.ds((part * steps + step) * _DEPTH, _DEPTH)
+        x = load(refs.x_BI.at[pl.ds(0, rows), inner], inside_R1)
+        return [y + dot(x, refs.kernels_IO[index][inner, wide], 1, 0) for y, index in zip(sums, indices, strict=True)]
+
+    sums = jax.lax.fori_loop(0, steps, one, [jnp.zeros((rows, _COLUMNS), jnp.float32) for _ in indices])
+    if not refs.biases_O:
+        return sums
+    share = jnp.where(part == 0, 1.0, 0.0)
+    biases = [share * refs.biases_O[index][wide].astype(jnp.float32) for index in indices]
+    return [y + bias[None] for y, bias in zip(sums, biases, strict=True)]

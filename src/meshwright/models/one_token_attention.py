@@ -1,0 +1,120 @@
+"""A kernel for `meshwright.models.one_token`: a token goes into the key-value cache, and attends to what is there.
+
+Shapes: P parts of a sum, B texts, S cached positions, H heads, K key-value heads, C head width, J = H + 2 K, I = J C.
+In the kernel, Q queries of a key-value head with padding, N positions of a block, E half of C.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from meshwright.models import kernels
+from meshwright.models.attention import LayerCache, Places, Rotary
+from meshwright.models.kernels import call, dot, load
+
+_POSITIONS = 64  # of a block
+_WARPS, _STAGES = 4, 3
+
+
+def attend(heads_PBI: jax.Array, places: Places, cache: LayerCache, scale: float) -> tuple[jax.Array, LayerCache]:
+    """Write one token of each text into a cache, and attend to what it may see of that.
+
+    Arguments:
+        heads_PBI: its queries, keys and values, not rotated yet, side by side, in parts that are yet to be added up.
+        places: where it stands.
+        cache: keys and values of earlier positions.
+        scale: of the scores.
+
+    Returns:
+        `[B, H, C]`, of the type of the cache, and the cache with the token.
+    """
+    batch, kv_heads, _, head_width = cache.keys_BKSC.shape
+    heads_PBJC = heads_PBI.reshape(*heads_PBI.shape[:2], -1, head_width)
+    heads = heads_PBJC.shape[2] - 2 * kv_heads
+    position_B, rotary = places.positions_BT[:, 0], places.rotary
+    first_B = jnp.zeros_like(position_B) if places.window is None else jnp.maximum(position_B - places.window + 1, 0)
+    if rotary is not None:
+        rotary = Rotary(*(jnp.broadcast_to(angles, (batch, 1, 1, head_width)) for angles in rotary))
+    token = _Token(heads_PBJC, position_B, first_B, rotary, cache)
+    y = jax.ShapeDtypeStruct((batch, heads, head_width), cache.keys_BKSC.dtype)
+    shapes = [y, *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache)]
+    last = len(jax.tree.leaves(token)) - 1
+    kernel = partial(_attend, heads=heads, kv_heads=kv_heads, scale=scale)
+    options: dict[str, Any] = {"name": "attend", "warps": _WARPS, "stages": _STAGES, "written": {last - 1: 1, last: 2}}
+    y_BHC, *written = call(kernel, (batch, kv_heads), shapes, token, **options)
+    return y_BHC, LayerCache(*written)
+
+
+class _Token(NamedTuple):
+    heads_PBJC: Any
+    position_B: Any
+    first_B: Any
+    """The first position that the token sees."""
+    rotary: Any
+    cache: LayerCache
+
+
+def _attend(
+    refs: _Token, y_ref: Any, keys_ref: Any, values_ref: Any, *, heads: int, kv_heads: int, scale: float
+) -> None:
+    text, kv_head, dtype = pl.program_id(0), pl.program_id(1), y_ref.dtype
+    group, half = heads // kv_heads, y_ref.shape[2] // 2
+    queries = max(kernels.LEAST_TILE, pl.next_power_of_2(group))
+    position, first = refs.position_B[text], refs.first_B[text]
+    halves, mine = (pl.ds(0, half), pl.ds(half, half)), pl.ds(kv_head * group, queries)
+    inside_QE = jnp.broadcast_to(jnp.arange(queries)[:, None] < group, (queries, half))
+
+    def whole(head: Any, part: Any, inside: jax.Array | None = None) -> jax.Array:
+        parts = pl.ds(0, refs.heads_PBJC.shape[0])
+        return load(refs.heads_PBJC.at[parts, text, head, part], inside).sum(axis=0).astype(dtype)
+
+    q_QE = _rotated(refs, text, [whole(mine, part, inside_QE) for part in halves])
+    k_E = _rotated(refs, text, [whole(heads + kv_head, part) for part in halves])
+    v_E = [whole(heads + kv_heads + kv_head, part) for part in halves]
+    for k, v, part in zip(k_E, v_E, halves, strict=True):
+        keys_ref[text, kv_head, position, part] = k
+        values_ref[text, kv_head, position, part] = v
+
+    def one(block: jax.Array, carry: tuple) -> tuple:
+        """One more block of positions, softmax being taken of those so far (Milakov and Gimelshein, 2018)."""
+        highest_Q, total_Q, y_QE = carry
+        place_N = block * _POSITIONS + jnp.arange(_POSITIONS)
+        seen_N = (place_N < position) & (place_N >= first)
+
+        def cached(ref: Any, part: Any) -> jax.Array:
+            return load(ref.at[text, kv_head, pl.ds(block * _POSITIONS, _POSITIONS), part], seen_N[:, None])
+
+        scores_QN = scale * sum(
+            dot(q, cached(refs.cache.keys_BKSC, part), 1, 1) for q, part in zip(q_QE, halves, strict=True)
+        )
+        scores_QN = jnp.where(seen_N[None], scores_QN, float(jnp.finfo(jnp.float32).min))
+        higher_Q = jnp.maximum(highest_Q, scores_QN.max(axis=1))
+        weights_QN, shrink_Q = jnp.exp(scores_QN - higher_Q[:, None]), jnp.exp(highest_Q - higher_Q)
+        rounded_QN = weights_QN.astype(dtype)
+        y_QE = [
+            y * shrink_Q[:, None] + dot(rounded_QN, cached(refs.cache.values_BKSC, part), 1, 0)
+            for y, part in zip(y_QE, halves, strict=True)
+        ]
+        return higher_Q, total_Q * shrink_Q + weights_QN.sum(axis=1), y_QE
+
+    # It starts with the token itself, whose key and value are at hand.
+    exact = [(q.astype(jnp.float32), k.astype(jnp.float32)) for q, k in zip(q_QE, k_E, strict=True)]
+    own_Q = scale * sum((q * k[None]).sum(axis=1) for q, k in exact)
+    own_QE = [jnp.broadcast_to(v.astype(jnp.float32)[None], (queries, half)) for v in v_E]
+    blocks = jax.lax.div(first, _POSITIONS), jax.lax.div(position + (_POSITIONS - 1), _POSITIONS)
+    _, total_Q, y_QE = jax.lax.fori_loop(*blocks, one, (own_Q, jnp.ones(queries, jnp.float32), own_QE))
+    for y, part in zip(y_QE, halves, strict=True):
+        kernels.triton.store(y_ref.at[text, mine, part], (y / total_Q[:, None]).astype(dtype), mask=inside_QE)
+
+
+def _rotated(refs: _Token, text: jax.Array, halves: list[jax.Array]) -> list[jax.Array]:
+    """The halves of queries or keys, `[..., E]`, turned by the angles of the token's position, which both share."""
+    if refs.rotary is None:
+        return halves
+    low, high = (half.astype(jnp.float32) for half in halves)
+    cos_E, sin_E = (angles[text, 0, 0, pl.ds(0, low.shape[-1])] for angles in refs.rotary)
+    turned = low * cos_E - high * sin_E, high * cos_E + low * sin_E
+    return [half.astype(halves[0].dtype) for half in turned]
