@@ -1,8 +1,9 @@
 """Whether the fast paths of a GPU compute what the plain ones do, and whether a deterministic run is one.
 
     python benchmarks/gpu_check.py      writes results/gpu_check.json; ends with 1 where something is off
+    python benchmarks/gpu_check.py --checks "…;…"     some of all: results/gpu_check_some.json
 
-Three checks, on one NVIDIA GPU:
+Four checks, on one NVIDIA GPU:
 
 - gradients of small models in bfloat16, with the fast paths and without, against float32 without: the norm of the
   difference of all gradients as a share of their norm. With the fast paths it may be a tenth larger than without. The
@@ -10,8 +11,11 @@ Three checks, on one NVIDIA GPU:
 - 300 steps on Python sources, with and without: the means of the last 50 losses may differ by 0.02.
 - `meshwright train` with `train.deterministic`, twice, one of the two killed and started again: all losses are equal;
   and twice without it, where they aren't.
+- decode: scores of tokens that go through a model one by one, in bfloat16 with the kernels for that and without,
+  against those of whole texts in float32, by norm. With them they may be off by a tenth more than without.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -39,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TEXT_MODELS = ("gpt2-mini", "llama-mini")
 STEPS, KILLED_AT = 60, 35
+DECODED = 100, 300  # the places of the tokens that go one by one
 RUN_FILE = """
 run_dir = "{folder}/{name}"
 [data]
@@ -66,10 +71,10 @@ every = 20
 @contextmanager
 def plain_paths() -> Iterator[None]:
     """Without fused attention and without kernels."""
-    from meshwright.models import flash, kernels
+    from meshwright.models import flash, kernels, one_token
 
     with ExitStack() as off:
-        for module in (flash, kernels):
+        for module in (flash, kernels, one_token):
             off.enter_context(patch.object(module, "applies", lambda *_: False))
         yield
 
@@ -162,6 +167,55 @@ def losses_on_text() -> dict[str, dict[str, float]]:
     return found
 
 
+def decode_errors() -> dict[str, dict[str, float]]:
+    """For each batch, how far scores are off where tokens go one by one after a prompt."""
+    found = {}
+    for texts in (1, 5, 32):
+        with plain_paths():
+            exact, plain = (token_scores(texts, one) for one in ("float32", "bfloat16"))
+        fast, size = token_scores(texts, "bfloat16"), np.linalg.norm(exact)
+        found[f"{texts} texts"] = {
+            "fast": float(np.linalg.norm(fast - exact) / size),
+            "plain": float(np.linalg.norm(plain - exact) / size),
+            "between": float(np.linalg.norm(fast - plain) / size),
+        }
+        print("decode", texts, found[f"{texts} texts"], flush=True)
+    return found
+
+
+def token_scores(texts: int, dtype: str) -> np.ndarray:
+    """Scores of the places after the prompts, of random tokens: of whole texts in float32, else one by one."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from meshwright.models.decoder import Decoder
+    from meshwright.models.spec import preset
+
+    spec = preset("llama-1b").model_copy(update={"layers": 4, "vocab_size": 1003, "context_length": 512})
+    model = nnx.jit(lambda: Decoder(spec, rngs=nnx.Rngs(0)))()
+    tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 1003, (texts, DECODED[1])))
+    places_BT = jnp.broadcast_to(jnp.arange(DECODED[1]), tokens_BT.shape)
+    if dtype == "float32":
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(nnx.jit(lambda model: model(tokens_BT))(model)[:, DECODED[0] :], np.float64)
+
+    @nnx.jit
+    def one_by_one(model: Decoder) -> jax.Array:
+        cache = model.empty_cache(texts, DECODED[1], jnp.dtype(dtype))
+        prompt = slice(None), slice(DECODED[0])
+        _, cache = model.decode(tokens_BT[prompt], places_BT[prompt], cache, dtype=jnp.dtype(dtype))
+
+        def one(cache: Any, place: jax.Array) -> tuple[Any, jax.Array]:
+            token_B1, place_B1 = (jax.lax.dynamic_slice_in_dim(all_, place, 1, 1) for all_ in (tokens_BT, places_BT))
+            x_B1D, cache = model.decode(token_B1, place_B1, cache, dtype=jnp.dtype(dtype))
+            return cache, model.logits(x_B1D)[:, 0].astype(jnp.float32)
+
+        return jax.lax.scan(one, cache, jnp.arange(*DECODED))[1].swapaxes(0, 1)
+
+    return np.asarray(one_by_one(model), np.float64)
+
+
 def start(command: str, run_file: Path, platform: dict[str, str] | None = None) -> subprocess.Popen:
     """`meshwright` as a process of its own, which takes a small part of the card's memory."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1", **(platform or {})}
@@ -203,21 +257,37 @@ def deterministic_runs() -> dict[str, Any]:
     return result
 
 
+def off(name: str, found: dict[str, Any]) -> list[str]:
+    """What isn't as it should be of a check's results."""
+    if name == "deterministic":
+        return [] if found["was_killed"] and found["equal"] and not found["equal_without"] else [name]
+    if name == "text":
+        return [model for model, t in found.items() if not abs(t["fast_last_50"] - t["plain_last_50"]) < 0.02]
+    return [model for model, e in found.items() if not (e["fast"] < 1.1 * e["plain"] and e["between"] > 0)]
+
+
+CHECKS = {
+    "deterministic": deterministic_runs,  # first: the others have this process take most of the card's memory
+    "gradients": gradient_errors,
+    "text": losses_on_text,
+    "decode": decode_errors,
+}
+
+
 def main() -> None:
     """Check, write the results, and say what is off."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checks", default=";".join(CHECKS), help="some of them, with ';' between")
+    wanted = parser.parse_args().checks.split(";")
     measured_on = machine("jax", "flax", "optax")
-    runs = deterministic_runs()  # first: this process takes most of the card's memory
-    errors, texts = gradient_errors(), losses_on_text()
+    found = {name: check() for name, check in CHECKS.items() if name in wanted}
     import jax
 
     measured_on["card"] = jax.devices()[0].device_kind
-    write_results("gpu_check", measured_on, {"deterministic": runs, "gradients": errors, "text": texts})
-    off = [name for name, e in errors.items() if not (e["fast"] < 1.1 * e["plain"] and e["between"] > 0)]
-    off += [name for name, t in texts.items() if not abs(t["fast_last_50"] - t["plain_last_50"]) < 0.02]
-    if not (runs["was_killed"] and runs["equal"] and not runs["equal_without"]):
-        off.append("deterministic")
-    if off:
-        sys.exit(f"off: {', '.join(off)}")
+    write_results("gpu_check" if wanted == list(CHECKS) else "gpu_check_some", measured_on, found)
+    wrong = [one for name, of_check in found.items() for one in off(name, of_check)]
+    if wrong:
+        sys.exit(f"off: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

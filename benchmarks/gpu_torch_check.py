@@ -7,10 +7,14 @@ Small models of each dense family, random token ids, four steps in two micro-bat
 - in bfloat16 as it trains, with recorded kernels, and without: losses may differ by 1e-3;
 - in bfloat16 and in float32: losses may differ by 2%;
 - `train.deterministic`, twice: the losses are equal.
+
+And one model that learns from pairs of answers (DPO), in the same ways; its losses begin at log 2 and leave it.
 """
 
 import json
+import shutil
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -35,13 +39,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses(model: dict[str, Any], *, dtype: str, recorded: bool = True, deterministic: bool = False) -> list[float]:
+PAIRS: dict[str, Any] = {"data": {"train": "x", "packing": "pairs"}, "lora": {"rank": 8, "alpha": 16.0}}
+
+
+def losses(
+    model: dict[str, Any], *, dtype: str, recorded: bool = True, deterministic: bool = False, pairs: bool = False
+) -> list[float]:
     """Of four steps."""
     train = {"batch_size": 8, "micro_batch_size": 4, "sequence_length": 128, "compute_dtype": dtype}
     train |= {"deterministic": deterministic, "steps": 10}
     optimizer = {"learning_rate": 3e-3}
     values = {"engine": "torch", "data": {"train": "x"}, "model": model, "optimizer": optimizer, "train": train}
-    run = meshwright.make_run(values)
+    run = meshwright.make_run(values | (PAIRS if pairs else {}))
     engine = TorchEngine(run, run.model.spec)
     if not recorded:
         engine._step._recorded = None
@@ -49,18 +58,44 @@ def losses(model: dict[str, Any], *, dtype: str, recorded: bool = True, determin
     for step in range(4):
         ids = np.random.default_rng(step).integers(0, 1003, (8, 129), dtype=np.int32)
         batch = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones((8, 128), np.float32))
+        batch = side_by_side(batch) if pairs else batch
         found.append(float(engine.train_step(batch)["loss"]))
     return found
+
+
+def write_llama(folder: str) -> None:
+    """A small checkpoint of random weights, which adapters are added to."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **sizes, intermediate_size=256, vocab_size=1003)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def side_by_side(batch: Batch) -> Batch:
+    """A batch as one of pairs, each of two halves of a row; just the last quarter of a half is an answer."""
+    place_T = np.arange(128) % 64
+    segments_BT = np.broadcast_to(1 + np.arange(128) // 64, (8, 128)).astype(np.int32)
+    weights_BT = np.broadcast_to((place_T >= 48) & (place_T < 63), (8, 128)).astype(np.float32)
+    return batch._replace(
+        weights_BT=weights_BT,
+        segments_BT=segments_BT,
+        positions_BT=np.broadcast_to(place_T, (8, 128)).astype(np.int32),
+    )
 
 
 def main() -> None:
     """Check, write the results, and say what is off."""
     rows, off = {}, []
-    for name, model in FAMILIES.items():
+    folder = tempfile.mkdtemp()
+    write_llama(folder)
+    for name, model in {**FAMILIES, "llama, pairs": {"init": f"hf:{folder}"}}.items():
+        pairs = name.endswith("pairs")
         try:
-            fast = losses(model, dtype="bfloat16")
-            plain = losses(model, dtype="bfloat16", recorded=False)
-            exact = losses(model, dtype="float32")
+            fast = losses(model, dtype="bfloat16", pairs=pairs)
+            plain = losses(model, dtype="bfloat16", recorded=False, pairs=pairs)
+            exact = losses(model, dtype="float32", pairs=pairs)
         except Exception as error:
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
             off.append(name)
@@ -70,9 +105,11 @@ def main() -> None:
                 "bfloat16": max(np.abs(np.subtract(fast, exact))),
             }
             rows[name] = {"losses": fast, **{key: float(value) for key, value in away.items()}}
-            if not (away["recorded"] < 1e-3 and 0 < away["bfloat16"] < 0.02 * exact[0]):
+            learned = not pairs or abs(exact[0] - np.log(2)) < 1e-5 < abs(exact[-1] - exact[0])
+            if not (learned and away["recorded"] < 1e-3 and 0 < away["bfloat16"] < 0.02 * exact[0]):
                 off.append(name)
         print(name, json.dumps(rows[name]), flush=True)
+    shutil.rmtree(folder)
     twice = [losses(FAMILIES["llama"], dtype="bfloat16", deterministic=True) for _ in range(2)]
     rows["deterministic"] = {"equal": twice[0] == twice[1]}
     print(rows["deterministic"], flush=True)
