@@ -4,12 +4,12 @@
     python benchmarks/decode.py            float32 on the CPU, writes results/decode.json
     python benchmarks/decode.py --gpu      bfloat16 on a GPU, writes results/decode_gpu.json
 
-Models with random weights, made by transformers, written as a checkpoint and read by both sides. Prompts of 64 tokens,
-128 new ones, the likeliest each time, none ends a text. Each side is a process of its own that lives through the
-measurement; they take turns, and the first call of each, which compiles, is told apart. On a GPU a third side has
-transformers use its cache of fixed shape, for which it compiles the step too; and there the share of the card's memory
-bandwidth is told that reading each parameter, two bytes, and the filled places of the cache once a token takes: of the
-whole call, prompt included.
+Models with random weights, made by transformers, written as a checkpoint (for a GPU in bfloat16) and read by both
+sides. Prompts of 64 tokens, 128 new ones, the likeliest each time, none ends a text. Each side is a process of its own
+that lives through the measurement; they take turns, and the first call of each, which compiles, is told apart. On a GPU
+a third side has transformers use its cache of fixed shape, for which it compiles the step too; and there the share of
+the card's memory bandwidth is told that reading each parameter, two bytes, and the filled places of the cache once a
+token takes: of the whole call, prompt included.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,17 @@ ON_GPU = {"shapes": ["llama-1b"], "batches": [1, 32], "sides": ["ours", "transfo
 Generate = Callable[[np.ndarray], np.ndarray]
 
 
-def write_model(name: str, folder: Path) -> None:
+def write_model(name: str, folder: Path, gpu: bool) -> None:
     """A checkpoint of random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     shape = dict(SHAPES[name])
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
-    model.to(torch.float32).save_pretrained(folder)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    with torch.device("cuda" if gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
+    model.save_pretrained(folder)
 
 
 def our_generate(folder: str, gpu: bool) -> Generate:
@@ -110,23 +112,20 @@ def work(side: str, folder: str, gpu: bool) -> None:
         print(json.dumps({"seconds": seconds, "tokens": tokens.tolist()}), flush=True)
 
 
-def compare(name: str, batches: list[int], sides: list[str], gpu: bool) -> list[dict[str, Any]]:
-    """All sides on one model, in turn."""
-    rows = []
+def compare(name: str, batches: list[int], sides: list[str], gpu: bool) -> Iterator[dict[str, Any]]:
+    """All sides on one model, in turn: what comes out for each batch."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(name, Path(folder))
+        write_model(name, Path(folder), gpu)
         processes = {side: _start(side, folder, gpu) for side in sides}
         try:
             for batch in batches:
                 first = {side: _ask(process, batch) for side, process in processes.items()}
                 rounds = [{side: _ask(process, batch) for side, process in processes.items()} for _ in range(ROUNDS)]
-                rows.append({"model": name, "batch": batch, **_figures(batch, first, rounds)})
-                print(json.dumps(rows[-1]), flush=True)
+                yield {"model": name, "batch": batch, **_figures(batch, first, rounds)}
         finally:
             for process in processes.values():
                 process.stdin.close()
                 process.wait(timeout=60)
-    return rows
 
 
 def _figures(batch: int, first: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,21 +186,18 @@ def main() -> None:
         work(arguments.side, arguments.folder, arguments.gpu)
         return
     measured_on = machine("jax", "flax", "torch", "transformers")
-    plan = ON_GPU if arguments.gpu else ON_CPU
-    rows = []
-    for shape in [arguments.shape] if arguments.shape else plan["shapes"]:
-        batches = [arguments.batch] if arguments.batch else plan["batches"]
-        rows += compare(shape, batches, plan["sides"], arguments.gpu)
     if arguments.gpu:
         measured_on["card"] = _card()
-        for row in rows:
-            row["share_of_bandwidth"] = _share_of_bandwidth(row, measured_on["card"])
-    for row in rows:
-        speeds = "   ".join(f"{side} {speed:,.1f}" for side, speed in row["tokens_per_second"].items())
-        print(f"{row['model']:<14} batch {row['batch']:>2}   tokens/s: {speeds}")
-    if not arguments.shape:
-        figures = {"prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": ROUNDS, "rows": rows}
-        print(write_results("decode_gpu" if arguments.gpu else "decode", measured_on, figures))
+    plan, rows = ON_GPU if arguments.gpu else ON_CPU, []
+    for shape in [arguments.shape] if arguments.shape else plan["shapes"]:
+        batches = [arguments.batch] if arguments.batch else plan["batches"]
+        for row in compare(shape, batches, plan["sides"], arguments.gpu):
+            share = {"share_of_bandwidth": _share_of_bandwidth(row, measured_on["card"])} if arguments.gpu else {}
+            rows.append(row | share)
+            print(json.dumps(rows[-1]), flush=True)
+            if not arguments.shape:
+                figures = {"prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": ROUNDS, "rows": rows}
+                write_results("decode_gpu" if arguments.gpu else "decode", measured_on, figures)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TEXT_MODELS = ("gpt2-mini", "llama-mini")
 STEPS, KILLED_AT = 60, 35
+EXACT = {"xla_gpu_autotune_level": 0}  # in float32 the search for the fastest products would take minutes
 DECODED = 100, 300  # the places of the tokens that go one by one
 RUN_FILE = """
 run_dir = "{folder}/{name}"
@@ -98,8 +99,7 @@ def gradients(model: dict[str, Any], dtype: str, documents: bool) -> tuple[np.nd
     weights = random.integers(0, 2, (1, 4, 512)).astype(np.float32)
     segments = np.sort(random.integers(0, 4, (1, 4, 512)), axis=-1).astype(np.int32) if documents else None
     batch = Batch(tokens[..., :-1], tokens[..., 1:], weights, segments)
-    # In float32 the search for the fastest products would take minutes.
-    options = {"xla_gpu_autotune_level": 0} if dtype == "float32" else {}
+    options = EXACT if dtype == "float32" else {}
     gradient = jax.jit(jax.grad(lambda params, batch: loss_sum(params, batch).total), compiler_options=options)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         found = gradient(program.make_state().params, batch)
@@ -197,10 +197,11 @@ def token_scores(texts: int, dtype: str) -> np.ndarray:
     tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 1003, (texts, DECODED[1])))
     places_BT = jnp.broadcast_to(jnp.arange(DECODED[1]), tokens_BT.shape)
     if dtype == "float32":
+        whole = jax.jit(lambda model: model(tokens_BT), compiler_options=EXACT)
         with jax.default_matmul_precision("highest"):
-            return np.asarray(nnx.jit(lambda model: model(tokens_BT))(model)[:, DECODED[0] :], np.float64)
+            return np.asarray(whole(model)[:, DECODED[0] :], np.float64)
 
-    @nnx.jit
+    @jax.jit
     def one_by_one(model: Decoder) -> jax.Array:
         cache = model.empty_cache(texts, DECODED[1], jnp.dtype(dtype))
         prompt = slice(None), slice(DECODED[0])

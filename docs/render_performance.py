@@ -113,6 +113,27 @@ def decode(results: dict[str, Any]) -> str:
     return table(["model", "tokens/s", "transformers, tokens/s", "ratio"], rows)
 
 
+def decode_gpu(results: dict[str, Any]) -> str:
+    """Generation on a GPU beside both ways of transformers."""
+    sides, rows = ("ours", "transformers", "transformers-static"), []
+    for row in results["rows"]:
+        shares = row["share_of_bandwidth"] or {}
+        speeds = [f"{row['tokens_per_second'][side]:,.0f}" for side in sides]
+        share = f"{shares['ours']:.0%}" if shares else ""
+        rows.append([f"{row['model']}, batch {row['batch']}", *speeds, share])
+    names = ["transformers, tokens/s", "... and its cache of fixed shape, compiled", "of the memory's bandwidth"]
+    return table(["model", "tokens/s", *names], rows)
+
+
+def decode_parts(results: dict[str, Any]) -> str:
+    """What the products of a layer take, a token a text, in each of the ways tried."""
+    rows = []
+    for row in results["products"]:
+        cells = [f"{us:.1f} ({row['tb_per_s'][name]:.1f})" for name, us in row["us"].items()]
+        rows.append([f"{row['what']}", str(row["texts"]), *cells])
+    return table(["a program's tile", "texts", *results["products"][0]["us"]], rows)
+
+
 def start(results: dict[str, Any]) -> str:
     """How long a command takes to start."""
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
@@ -293,6 +314,8 @@ MAKERS = (
     loader,
     host_overhead,
     decode,
+    decode_gpu,
+    decode_parts,
     ray_overhead,
     ray_overhead_gpu,
     start,

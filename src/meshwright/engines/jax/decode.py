@@ -136,7 +136,7 @@ def _fewest_rows() -> int:
 
 
 def _in_one_go() -> bool:
-    # To ask a GPU after each token whether that was the last takes longer than a token does.
+    # A GPU would stand still while the host asks, after each token, whether that was the last.
     return jax.default_backend() == "gpu"
 
 
