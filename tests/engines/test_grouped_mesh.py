@@ -58,14 +58,14 @@ def applied_to_rows_of_all_devices() -> bool:
 def measure() -> dict[str, Any]:
     """Losses and gradient norms with the kernels and without, and for each mesh the products that a device makes."""
     found: dict[str, Any] = {"without": [losses(mesh) for mesh in MESHES], "with": [], "given": []}
-    given, call = set(), grouped._call
+    given, call = set(), grouped.call
 
-    def watched(kernel, programs, shape, tile, numbers, *arrays):
+    def watched(kernel, grid, shape, numbers, *arrays, **more):
         given.add((kernel.func.__name__, *(tuple(array.shape) for array in arrays)))
-        return call(kernel, programs, shape, tile, numbers, *arrays)
+        return call(kernel, grid, shape, numbers, *arrays, **more)
 
     hopper = patch.object(grouped, "kernels_for_gpus", SimpleNamespace(capability=lambda: 9.0))
-    with hopper, patch.object(grouped, "_TYPES", (jnp.float32,)), patch.object(grouped, "_call", watched):
+    with hopper, patch.object(grouped, "_TYPES", (jnp.float32,)), patch.object(grouped, "call", watched):
         for mesh in MESHES:
             given.clear()
             found["with"].append(losses(mesh))

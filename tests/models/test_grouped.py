@@ -70,9 +70,11 @@ def test_each_row_has_a_slot_in_a_block_of_its_expert(name):
 def test_rows_through_their_experts_and_the_gradients(name, activation, monkeypatch):
     expert, kernels = jnp.asarray(CHOICES[name]), kernels_of(activation)
     x, dy = random(len(expert), WIDTH, seed=8), random(len(expert), WIDTH, seed=9)
-    called, call = [], grouped._call
+    called, call = [], grouped.call
     monkeypatch.setattr(grouped, "applies", lambda *_: True)
-    monkeypatch.setattr(grouped, "_call", lambda kernel, *rest: called.append(kernel) or call(kernel, *rest))
+    monkeypatch.setattr(
+        grouped, "call", lambda kernel, *rest, **more: called.append(kernel) or call(kernel, *rest, **more)
+    )
     y, back = jax.vjp(lambda x, kernels: moe.through_experts(x, expert, kernels), x, kernels)
     wanted, wanted_back = jax.vjp(lambda x, kernels: plain(x, expert, kernels), x, kernels)
     got, want = jax.tree.leaves((y, back(dy))), jax.tree.leaves((wanted, wanted_back(dy)))
