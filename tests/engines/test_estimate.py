@@ -26,6 +26,7 @@ from meshwright.engines.jax.estimate import (
 from meshwright.engines.jax.memory_check import compiled_bytes, device_memory, fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.errors import UserError
+from meshwright.models import flash
 from meshwright.models.decoder import Decoder, active_parameter_count, parameter_count
 from meshwright.models.spec import preset
 
@@ -40,6 +41,33 @@ def make(model: dict | None = None, **sections):
 
 def program_of(run) -> Program:
     return Program(run, run.model.spec, model=Decoder)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "is_fused"),
+    [
+        ({"preset": "llama-tiny", "kv_heads": 2}, {}, True),
+        ({"preset": "llama-tiny", "kv_heads": 2, "window": 8}, {}, False),  # in a loop it isn't known
+        ({"preset": "llama-tiny", "kv_heads": 2, "window": 8}, {"scan_layers": False}, True),
+        ({"preset": "llama-tiny", "kv_heads": 2, "attention_softcap": 5.0}, {}, False),
+        ({"preset": "llama-tiny", "kv_heads": 2}, {"sequence_length": 31}, False),
+        ({"preset": "deepseek-tiny", "dense_layers": 1, "dense_ffn_width": 64}, {"deterministic": True}, False),
+    ],
+)
+def test_a_fused_kernel_keeps_no_weights(monkeypatch, model, sections, is_fused):
+    run = make(model, train=sections)
+    program = program_of(run)
+    plain = estimate(run, run.model.spec, program.mesh, program.state, jnp.bfloat16)
+
+    def has_a_kernel(q_BTHC, k_BTKC, v_BTKE, segments_BT, window, scoring):
+        return q_BTHC.shape[1] % 2 == 0 and not scoring.softcap
+
+    monkeypatch.setattr(flash, "applies", has_a_kernel)
+    fused = estimate(run, run.model.spec, program.mesh, program.state, jnp.bfloat16)
+    spec, time = run.model.spec, run.train.sequence_length
+    saved = run.micro_batch_size * time * spec.heads * (time * 2 - 4) if is_fused else 0  # a log-sum-exp is float32
+    assert plain.activations - fused.activations == spec.layers * saved
+    assert (saved > 0) == is_fused
 
 
 def test_flops_of_gpt2_by_hand():
@@ -103,7 +131,7 @@ def kept_by_jax(spec, dtype, remat: str, rows: int, time: int) -> int:
 def test_a_layer_keeps_what_the_formula_says(name, changes, dtype, remat):
     spec = preset(name).model_copy(update={"vocab_size": 61, "layers": 2, **changes})
     rows, time = 4, 96
-    share = Share(rows * time, time, jnp.dtype(dtype).itemsize, tensor=1, experts=1, ring=False)
+    share = Share(rows * time, time, jnp.dtype(dtype).itemsize, tensor=1, experts=1, flash=False)
     kept = kept_by_jax(spec, dtype, remat, 2 * rows, time) - kept_by_jax(spec, dtype, remat, rows, time)
     assert rows * time * layer_bytes(spec, share, remat) == pytest.approx(
         kept, rel=0.02

@@ -24,7 +24,9 @@ from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.jax.state import StatePlan
 from meshwright.engines.jax.step import loss_chunk, scans_layers
+from meshwright.models import flash
 from meshwright.models.decoder import active_parameter_count
+from meshwright.models.gradients import Scoring
 from meshwright.models.moe import expert_room
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacks import STACKS, layer_specs
@@ -175,8 +177,8 @@ class Share(NamedTuple):
     """Devices that share the widths of a layer."""
     experts: int
     """Devices that share its experts."""
-    ring: bool
-    """Whether sequences are cut, so that attention goes round a ring and keeps no weights."""
+    flash: bool
+    """Whether attention keeps no weights: round a ring, where sequences are cut, or by a fused kernel."""
 
 
 def _share(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -> Share:
@@ -188,8 +190,23 @@ def _share(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -
         number=jnp.dtype(dtype).itemsize,
         tensor=sizes["tensor"],
         experts=sizes["expert"],
-        ring=sizes["context"] > 1,
+        flash=sizes["context"] > 1 or _is_fused(run, spec, dtype),
     )
+
+
+def _is_fused(run: Run, spec: ModelSpec, dtype: jnp.dtype) -> bool:
+    """Whether `meshwright.models.flash` has kernels, on a device like those here, for the attention of all layers."""
+    if (spec.window and scans_layers(run)) or (run.train.deterministic and spec.dense_layers):
+        return False
+    key_width, value_width = head_widths(spec)
+
+    def of_heads(heads: int, width: int) -> Any:
+        return jax.ShapeDtypeStruct((1, run.train.sequence_length, heads, width), dtype)
+
+    q, k, v = of_heads(spec.heads, key_width), of_heads(spec.kv_heads, key_width), of_heads(spec.kv_heads, value_width)
+    scoring = Scoring(key_width**-0.5, spec.attention_softcap)
+    windows = set(spec.layer_windows) if spec.window else {0}
+    return all(flash.applies(q, k, v, None, window or None, scoring) for window in windows)
 
 
 def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
@@ -200,9 +217,9 @@ def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
     - the residual stream where each norm reads it, and what each norm makes: 4 D; 6 D with norms on both sides
       (and float32 statistics of the norms: 2 each for LayerNorm, 1 for RMSNorm);
     - attention: queries H C, keys K C, values K E, the output H E twice (once for its own gradient, once as the input
-      of the last product), and the weights H T; no weights in a ring, but their log-sum-exp, H float32. With dropout
-      also the weights before it, in float32, and a byte of mask for each. Norms of queries and keys keep these once
-      more, and a bound of the scores its slope, H T in float32;
+      of the last product), and the weights H T; in a ring or a fused kernel just their log-sum-exp, H float32. With
+      dropout also the weights before it, in float32, and a byte of mask for each. Norms of queries and keys keep these
+      once more, and a bound of the scores its slope, H T in float32;
     - latent attention: the latent vectors before and after their norms besides;
     - feed-forward: 2 F for GELU, F and a byte of mask each for ReLU; for SwiGLU 6 F: both products, the sigmoid, its
       derivative, SiLU, and what goes into the last product; for GeGLU 4 F, which has no sigmoid;
@@ -248,13 +265,13 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
     latents = (spec.query_latent + spec.kv_latent) / share.tensor if latent else 0
     if spec.dropout:
         weights = heads * share.time * (share.number + _FLOAT32 + 1)
-    elif share.ring:
+    elif share.flash:
         weights = heads * _FLOAT32
     else:
         weights = heads * share.time * share.number
     kept = queries + keys + values + 2 * heads * value_width + 2 * latents
     if spec.attention_softcap:
-        weights += 0 if share.ring else heads * share.time * _FLOAT32
+        weights += 0 if share.flash else heads * share.time * _FLOAT32
     if spec.qk_norm != "none":
         kept += queries + keys
         weights += _FLOAT32 * (heads + kv_heads if spec.qk_norm == "head" else 2)
