@@ -155,3 +155,15 @@ def test_as_many_tokens_as_are_asked_for_in_one_go(monkeypatch, count):
     again = JaxEngine(run, run.model.spec, training=False)
     assert list(again.generate(prompts, count, -1, Sampling(temperature=0.0))) == asked
     assert len(asked) == count
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_triton_takes_the_kernels(monkeypatch, name, dtype):
+    # The interpreter takes more than Triton does; lowering for a GPU needs none.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layer = layers_of(block_of(name), [0, 63, 64], 150, window=5)
+    layer = layer._replace(cache=jax.tree.map(lambda part: part.astype(dtype), layer.cache))
+    lowered = jax.jit(lambda x_B1D: one_token.through([layer], x_B1D)).trace(random(3, 1, 128).astype(dtype))
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 7

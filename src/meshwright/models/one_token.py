@@ -223,6 +223,6 @@ def _summed(
     sums = jax.lax.fori_loop(0, steps, one, [jnp.zeros((rows, _COLUMNS), jnp.float32) for _ in indices])
     if not refs.biases_O:
         return sums
-    share = jnp.where(part == 0, 1.0, 0.0)
+    share = jnp.maximum(1 - part, 0).astype(jnp.float32)  # the first part has the biases
     biases = [share * refs.biases_O[index][wide].astype(jnp.float32) for index in indices]
     return [y + bias[None] for y, bias in zip(sums, biases, strict=True)]
