@@ -45,6 +45,7 @@ TEXT_MODELS = ("gpt2-mini", "llama-mini")
 STEPS, KILLED_AT = 60, 35
 EXACT = {"xla_gpu_autotune_level": 0}  # in float32 the search for the fastest products would take minutes
 DECODED = 100, 300  # the places of the tokens that go one by one
+DECODED_MODELS = [("llama-1b", 1), ("llama-1b", 32), ("gpt2", 5), ("qwen2.5-0.5b", 5), ("qwen3-0.6b", 5)]
 RUN_FILE = """
 run_dir = "{folder}/{name}"
 [data]
@@ -168,31 +169,32 @@ def losses_on_text() -> dict[str, dict[str, float]]:
 
 
 def decode_errors() -> dict[str, dict[str, float]]:
-    """For each batch, how far scores are off where tokens go one by one after a prompt."""
+    """For each model and batch, how far scores are off where tokens go one by one after a prompt."""
     found = {}
-    for texts in (1, 5, 32):
+    for preset, texts in DECODED_MODELS:
         with plain_paths():
-            exact, plain = (token_scores(texts, one) for one in ("float32", "bfloat16"))
-        fast, size = token_scores(texts, "bfloat16"), np.linalg.norm(exact)
-        found[f"{texts} texts"] = {
+            exact, plain = (token_scores(preset, texts, one) for one in ("float32", "bfloat16"))
+        fast, size, name = token_scores(preset, texts, "bfloat16"), np.linalg.norm(exact), f"{preset}, {texts} texts"
+        found[name] = {
             "fast": float(np.linalg.norm(fast - exact) / size),
             "plain": float(np.linalg.norm(plain - exact) / size),
             "between": float(np.linalg.norm(fast - plain) / size),
         }
-        print("decode", texts, found[f"{texts} texts"], flush=True)
+        print("decode", name, found[name], flush=True)
     return found
 
 
-def token_scores(texts: int, dtype: str) -> np.ndarray:
+def token_scores(preset: str, texts: int, dtype: str) -> np.ndarray:
     """Scores of the places after the prompts, of random tokens: of whole texts in float32, else one by one."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
+    from meshwright.models import spec as specs
     from meshwright.models.decoder import Decoder
-    from meshwright.models.spec import preset
 
-    spec = preset("llama-1b").model_copy(update={"layers": 4, "vocab_size": 1003, "context_length": 512})
+    sizes = {"layers": 4, "vocab_size": 1003, "context_length": 512}
+    spec = specs.preset(preset).model_copy(update=sizes)
     model = nnx.jit(lambda: Decoder(spec, rngs=nnx.Rngs(0)))()
     tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 1003, (texts, DECODED[1])))
     places_BT = jnp.broadcast_to(jnp.arange(DECODED[1]), tokens_BT.shape)

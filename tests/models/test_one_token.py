@@ -23,10 +23,14 @@ MODELS = {
     "qwen2": {"preset": "qwen2-tiny", **SIZES},
     "mistral": {"preset": "mistral-tiny", **SIZES, "window": 5},
     "a head a key": {"preset": "llama-tiny", **SIZES, "kv_heads": 4},
+    "gpt2": {"preset": "gpt2-tiny", **SIZES, "kv_heads": 4},
+    "qwen3": {"preset": "qwen3-tiny", **SIZES},
+    "gelu with a gate": {"preset": "llama-tiny", **SIZES, "activation": "geglu"},
+    "relu": {"preset": "gpt2-tiny", **SIZES, "activation": "relu"},
 }
 OTHERS = {
-    "another norm": {"preset": "gpt2-tiny", **SIZES},
-    "norms of heads": {"preset": "qwen3-tiny", **SIZES},
+    "norms after": {"preset": "minigpt-tiny", **SIZES, "kv_heads": 4},
+    "norms of all heads": {"preset": "olmo2-tiny", **SIZES},
     "more norms": {"preset": "gemma2-tiny", **SIZES},
     "experts": {"preset": "moe-tiny", **SIZES},
     "latent attention": {"preset": "deepseek-tiny"},
@@ -56,7 +60,7 @@ def block_of(name):
 def layers_of(block, positions, length, window=None):
     spec, batch = block.spec, len(positions)
     positions_BT = jnp.asarray(positions)[:, None]
-    angles = rotary_angles(positions_BT, spec.head_width, 1e4)
+    angles = rotary_angles(positions_BT, spec.head_width, 1e4) if spec.positions == "rotary" else None
     shape = (batch, spec.kv_heads, length, spec.head_width)
     # What lies beyond a token's position is no text's: it must not be looked at.
     past = jnp.arange(length)[None, None, :, None] < positions_BT[:, :, None, None]

@@ -10,18 +10,20 @@ Shapes: B texts, P parts, I and O widths of a product's input and output, D widt
 texts with padding, N columns of a product.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import pallas as pl
 
 from meshwright.models import kernels
 from meshwright.models.attention import Attention, LayerCache, Places
 from meshwright.models.kernels import call, dot, load
-from meshwright.models.layers import Linear, RMSNorm
+from meshwright.models.layers import LayerNorm, Linear, RMSNorm
 from meshwright.models.layout import layout
 from meshwright.models.mlp import MLP
 from meshwright.models.one_token_attention import attend
@@ -48,8 +50,8 @@ class Layer(NamedTuple):
 
 
 def applies(layers: Sequence[Layer], x_BTD: jax.Array) -> bool:
-    """Whether `through` may be called with these: a token each of a few texts, on one device, and blocks like those of
-    Llama and Qwen2, without adapters and without parts of a researcher's own."""
+    """Whether `through` may be called with these: a token each of a few texts, on one device, and blocks with a norm
+    before each part and one feed-forward part, without adapters and without parts of a researcher's own."""
     few = x_BTD.shape[0] <= _MOST_TEXTS and x_BTD.shape[1] == 1 and x_BTD.dtype in _TYPES
     here = kernels.capability() >= kernels.LEAST_CAPABILITY and layout().on_one_device()
     return few and here and all(_suits(layer.block) for layer in layers)
@@ -61,13 +63,10 @@ def _suits(block: "Block") -> bool:
     if not (type(block) is Block and type(block.attention) is Attention and type(block.mlp) is MLP):
         return False
     spec: ModelSpec = block.spec
-    attention: Any = block.attention
-    mlp: Any = block.mlp
-    alike = (spec.norm, spec.norm_placement, spec.activation, spec.qk_norm) == ("rmsnorm", "pre", "swiglu", "none")
-    if not alike or spec.attention_softcap or not _fits(spec):
+    if spec.norm_placement != "pre" or spec.qk_norm == "all" or spec.attention_softcap or not _fits(spec):
         return False
-    linears = (attention.query, attention.key, attention.value, attention.out, mlp.gate, mlp.up, mlp.down)
-    return all(linear is not None and linear.lora is None for linear in linears)
+    parts = (*nnx.iter_children(block.attention), *nnx.iter_children(block.mlp))
+    return all(part.lora is None for _, part in parts if isinstance(part, Linear))
 
 
 def _fits(spec: ModelSpec) -> bool:
@@ -94,18 +93,18 @@ def through(layers: Sequence[Layer], x_B1D: jax.Array) -> tuple[jax.Array, list[
         attention, mlp = block.attention, block.mlp
         x_BD, y_BD = added(x_BD, parts_PBD, block.attention_norm)
         heads_PBI = products(y_BD, [attention.query, attention.key, attention.value])
-        y_BHC, cache = attend(heads_PBI, layer.places, layer.cache, attention.scoring.scale)
+        y_BHC, cache = attend(heads_PBI, layer.places, layer.cache, attention)
         parts_PBD = products(y_BHC.reshape(len(x_BD), -1), [attention.out])
         x_BD, y_BD = added(x_BD, parts_PBD, block.mlp_norm)
-        parts_PBD = products(gated_product(y_BD, mlp.gate, mlp.up), [mlp.down])
+        parts_PBD = products(activated(y_BD, mlp), [mlp.down])
         caches.append(cache)
     return (x_BD + parts_PBD.sum(axis=0)).astype(x_BD.dtype)[:, None], caches
 
 
-def added(x_BD: jax.Array, parts_PBD: jax.Array | None, norm: RMSNorm) -> tuple[jax.Array, jax.Array]:
+def added(x_BD: jax.Array, parts_PBD: jax.Array | None, norm: LayerNorm | RMSNorm) -> tuple[jax.Array, jax.Array]:
     """The sum of the residual stream and what comes to it in parts (None: nothing), and that normed."""
     shape = jax.ShapeDtypeStruct(x_BD.shape, x_BD.dtype)
-    refs = _Sum(x_BD, parts_PBD, norm.scale[...])
+    refs = _Sum(x_BD, parts_PBD, norm.scale[...], norm.bias[...] if isinstance(norm, LayerNorm) else None)
     return call(partial(_add, eps=norm.how.eps), x_BD.shape[:1], [shape, shape], refs, name="add")
 
 
@@ -113,6 +112,8 @@ class _Sum(NamedTuple):
     x_BD: Any
     parts_PBD: Any
     scale_D: Any
+    bias_D: Any
+    """None: the mean isn't taken off, either."""
 
 
 def _add(refs: _Sum, x_ref: Any, y_ref: Any, *, eps: float) -> None:
@@ -124,7 +125,10 @@ def _add(refs: _Sum, x_ref: Any, y_ref: Any, *, eps: float) -> None:
         parts = pl.ds(0, refs.parts_PBD.shape[0])
         x_D = x_D + load(refs.parts_PBD.at[parts, text, wide], inside_D[None]).sum(axis=0)
         x_D = x_D.astype(x_ref.dtype).astype(jnp.float32)
-    y_D = x_D * jax.lax.rsqrt((x_D * x_D).sum(axis=0) / width + eps) * load(refs.scale_D.at[wide], inside_D)
+    centred_D = x_D if refs.bias_D is None else jnp.where(inside_D, x_D - x_D.sum(axis=0) / width, 0.0)
+    inverse = jax.lax.rsqrt((centred_D * centred_D).sum(axis=0) / width + eps)
+    y_D = centred_D * inverse * load(refs.scale_D.at[wide], inside_D)
+    y_D = y_D if refs.bias_D is None else y_D + load(refs.bias_D.at[wide], inside_D)
     kernels.triton.store(x_ref.at[text, wide], x_D.astype(x_ref.dtype), mask=inside_D)
     kernels.triton.store(y_ref.at[text, wide], y_D.astype(y_ref.dtype), mask=inside_D)
 
@@ -141,14 +145,14 @@ def products(x_BI: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """
     width = sum(linear.kernel.shape[1] for linear in linears)
     parts = _parts(width // _COLUMNS, x_BI.shape[1])
-    shape = jax.ShapeDtypeStruct((parts, len(x_BI), width), jnp.float32)
-    return _spread(x_BI, linears, shape, gated=False)
+    return _spread(x_BI, linears, jax.ShapeDtypeStruct((parts, len(x_BI), width), jnp.float32))
 
 
-def gated_product(x_BI: jax.Array, gate: Linear, up: Linear) -> jax.Array:
-    """`silu(gate(x)) * up(x)`, `[B, O]`."""
-    shape = jax.ShapeDtypeStruct((1, len(x_BI), up.kernel.shape[1]), x_BI.dtype)
-    return _spread(x_BI, [gate, up], shape, gated=True)[0]
+def activated(x_BD: jax.Array, mlp: MLP) -> jax.Array:
+    """What goes into the last map of a feed-forward part, `[B, F]`."""
+    linears: Any = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+    shape = jax.ShapeDtypeStruct((1, len(x_BD), mlp.up.kernel.shape[1]), x_BD.dtype)
+    return _spread(x_BD, linears, shape, mlp.activation)[0]
 
 
 def _parts(across: int, depth: int) -> int:
@@ -165,19 +169,21 @@ class _Operands(NamedTuple):
     biases_O: list[Any]
 
 
-def _spread(x_BI: jax.Array, linears: Sequence[Linear], shape: jax.ShapeDtypeStruct, *, gated: bool) -> jax.Array:
+def _spread(
+    x_BI: jax.Array, linears: Sequence[Linear], shape: jax.ShapeDtypeStruct, activation: str | None = None
+) -> jax.Array:
     parts, texts, width = shape.shape
     operands = _Operands(
         x_BI,
         [linear.kernel[...].astype(x_BI.dtype) for linear in linears],
         [linear.bias[...] for linear in linears if linear.bias is not None],
     )
-    kernel = partial(_products, texts=texts, parts=parts, gated=gated)
-    name = f"{'gated' if gated else 'products'}_{x_BI.shape[1]}_{width}"
+    kernel = partial(_products, texts=texts, parts=parts, activation=activation)
+    name = f"{activation or 'products'}_{x_BI.shape[1]}_{width}"
     return call(kernel, (width // _COLUMNS, parts), shape, operands, name=name, warps=_WARPS, stages=_STAGES)
 
 
-def _products(refs: _Operands, y_ref: Any, *, texts: int, parts: int, gated: bool) -> None:
+def _products(refs: _Operands, y_ref: Any, *, texts: int, parts: int, activation: str | None) -> None:
     column, part = pl.program_id(0) * _COLUMNS, pl.program_id(1)
     rows = max(kernels.LEAST_TILE, pl.next_power_of_2(texts))
     inside_R1 = jnp.arange(rows)[:, None] < texts
@@ -187,9 +193,9 @@ def _products(refs: _Operands, y_ref: Any, *, texts: int, parts: int, gated: boo
         kernels.triton.store(here, y_RN.astype(y_ref.dtype), mask=jnp.broadcast_to(inside_R1, y_RN.shape))
 
     summed = partial(_summed, refs, rows=rows, inside_R1=inside_R1, part=part, parts=parts)
-    if gated:
-        gate_RN, up_RN = summed([0, 1], column)
-        write(gate_RN * jax.nn.sigmoid(gate_RN) * up_RN)
+    if activation is not None:
+        first_RN, *second_RN = summed(range(len(refs.kernels_IO)), column)
+        write(math.prod(second_RN, start=_ACTIVATIONS[activation](first_RN)))
         return
     first = 0
     for index, kernel in enumerate(refs.kernels_IO):  # side by side: a program works on one of them
@@ -200,6 +206,13 @@ def _products(refs: _Operands, y_ref: Any, *, texts: int, parts: int, gated: boo
         end = first + kernel.shape[1]
         pl.when((column >= first) & (column < end))(of_this)
         first = end
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(2.0 * kernels.GELU_SCALE * (x + kernels.GELU_CUBIC * x * x * x))
+
+
+_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": _gelu, "gelu": _gelu, "relu": jax.nn.relu}
 
 
 def _summed(

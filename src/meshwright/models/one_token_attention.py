@@ -12,21 +12,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from meshwright.models import kernels
-from meshwright.models.attention import LayerCache, Places, Rotary
+from meshwright.models.attention import Attention, LayerCache, Places, Rotary
 from meshwright.models.kernels import call, dot, load
 
 _POSITIONS = 64  # of a block
 _WARPS, _STAGES = 4, 3
 
 
-def attend(heads_PBI: jax.Array, places: Places, cache: LayerCache, scale: float) -> tuple[jax.Array, LayerCache]:
+def attend(
+    heads_PBI: jax.Array, places: Places, cache: LayerCache, attention: Attention
+) -> tuple[jax.Array, LayerCache]:
     """Write one token of each text into a cache, and attend to what it may see of that.
 
     Arguments:
-        heads_PBI: its queries, keys and values, not rotated yet, side by side, in parts that are yet to be added up.
+        heads_PBI: its queries, keys and values, neither normed nor rotated, side by side, in parts yet to be added up.
         places: where it stands.
         cache: keys and values of earlier positions.
-        scale: of the scores.
+        attention: its norms of heads, if it has any, and the scale of its scores.
 
     Returns:
         `[B, H, C]`, of the type of the cache, and the cache with the token.
@@ -38,11 +40,14 @@ def attend(heads_PBI: jax.Array, places: Places, cache: LayerCache, scale: float
     first_B = jnp.zeros_like(position_B) if places.window is None else jnp.maximum(position_B - places.window + 1, 0)
     if rotary is not None:
         rotary = Rotary(*(jnp.broadcast_to(angles, (batch, 1, 1, head_width)) for angles in rotary))
-    token = _Token(heads_PBJC, position_B, first_B, rotary, cache)
+    norms_C, eps = None, 0.0
+    if attention.spec.qk_norm != "none":
+        norms_C, eps = [norm.scale[...] for norm in (attention.query_norm, attention.key_norm)], attention.spec.norm_eps
+    token = _Token(heads_PBJC, position_B, first_B, norms_C, rotary, cache)
     y = jax.ShapeDtypeStruct((batch, heads, head_width), cache.keys_BKSC.dtype)
     shapes = [y, *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cache)]
     last = len(jax.tree.leaves(token)) - 1
-    kernel = partial(_attend, heads=heads, kv_heads=kv_heads, scale=scale)
+    kernel = partial(_attend, heads=heads, kv_heads=kv_heads, scale=attention.scoring.scale, eps=eps)
     options: dict[str, Any] = {"name": "attend", "warps": _WARPS, "stages": _STAGES, "written": {last - 1: 1, last: 2}}
     y_BHC, *written = call(kernel, (batch, kv_heads), shapes, token, **options)
     return y_BHC, LayerCache(*written)
@@ -53,12 +58,14 @@ class _Token(NamedTuple):
     position_B: Any
     first_B: Any
     """The first position that the token sees."""
+    norms_C: Any
+    """The scales of the norms of queries and keys; None: there are none."""
     rotary: Any
     cache: LayerCache
 
 
 def _attend(
-    refs: _Token, y_ref: Any, keys_ref: Any, values_ref: Any, *, heads: int, kv_heads: int, scale: float
+    refs: _Token, y_ref: Any, keys_ref: Any, values_ref: Any, *, heads: int, kv_heads: int, scale: float, eps: float
 ) -> None:
     text, kv_head, dtype = pl.program_id(0), pl.program_id(1), y_ref.dtype
     group, half = heads // kv_heads, y_ref.shape[2] // 2
@@ -71,8 +78,10 @@ def _attend(
         parts = pl.ds(0, refs.heads_PBJC.shape[0])
         return load(refs.heads_PBJC.at[parts, text, head, part], inside).sum(axis=0).astype(dtype)
 
-    q_QE = _rotated(refs, text, [whole(mine, part, inside_QE) for part in halves])
-    k_E = _rotated(refs, text, [whole(heads + kv_head, part) for part in halves])
+    q_QE, k_E = [whole(mine, part, inside_QE) for part in halves], [whole(heads + kv_head, part) for part in halves]
+    if refs.norms_C is not None:
+        q_QE, k_E = (_normed(x, scale_C, eps) for x, scale_C in zip((q_QE, k_E), refs.norms_C, strict=True))
+    q_QE, k_E = _rotated(refs, text, q_QE), _rotated(refs, text, k_E)
     v_E = [whole(heads + kv_heads + kv_head, part) for part in halves]
     for k, v, part in zip(k_E, v_E, halves, strict=True):
         keys_ref[text, kv_head, position, part] = k
@@ -108,6 +117,14 @@ def _attend(
     _, total_Q, y_QE = jax.lax.fori_loop(*blocks, one, (own_Q, jnp.ones(queries, jnp.float32), own_QE))
     for y, part in zip(y_QE, halves, strict=True):
         kernels.triton.store(y_ref.at[text, mine, part], (y / total_Q[:, None]).astype(dtype), mask=inside_QE)
+
+
+def _normed(halves: list[jax.Array], scale_ref: Any, eps: float) -> list[jax.Array]:
+    """The halves of queries or keys, `[..., E]`, over the root of their mean square, and times a scale."""
+    exact, half = [part.astype(jnp.float32) for part in halves], halves[0].shape[-1]
+    inverse = jax.lax.rsqrt(sum((part * part).sum(axis=-1) for part in exact) / (2 * half) + eps)[..., None]
+    scales = scale_ref[pl.ds(0, half)], scale_ref[pl.ds(half, half)]
+    return [(part * inverse * scale).astype(halves[0].dtype) for part, scale in zip(exact, scales, strict=True)]
 
 
 def _rotated(refs: _Token, text: jax.Array, halves: list[jax.Array]) -> list[jax.Array]:
