@@ -105,3 +105,19 @@ def test_every_element_is_written(tile, name):
 
 def test_they_are_left_out_on_a_cpu():
     assert not grouped.applies(random(2000, WIDTH).astype(jnp.bfloat16), random(EXPERTS, WIDTH, INNER))
+
+
+def test_triton_takes_them(monkeypatch):
+    # The interpreter takes more than Triton does; lowering for a GPU needs none.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    _, places = placed("spread")
+    slots = len(places.source_S)
+    x, y, kernel = (
+        random(*shape).astype(jnp.bfloat16) for shape in ((slots, WIDTH), (slots, INNER), (EXPERTS, WIDTH, INNER))
+    )
+
+    def both(x, y):
+        return grouped.by_kernels(places.expert_B, [x], [kernel]), grouped.over_rows(places.first_E1, x, y)
+
+    text = jax.jit(both).trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 2

@@ -96,3 +96,21 @@ def test_a_model_with_kernels_has_the_same_loss_and_gradient(family, monkeypatch
 
 def test_they_are_left_out_on_a_cpu():
     assert not kernels.applies(random(4, 8))
+
+
+@pytest.mark.parametrize("width", [96, 2500])
+def test_triton_takes_them(monkeypatch, width):
+    # The interpreter takes more than Triton does; lowering for a GPU needs none.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, scale = random(64, width).astype(jnp.bfloat16), random(width)
+    targets = jnp.zeros(64, jnp.int32)
+
+    def all_of_them(x):
+        return (
+            kernels.norm_backward(x, x, scale, 1e-5, centred=True, beside=x),
+            kernels.gelu_backward(x, scale, x),
+            kernels.cross_entropy(x.astype(jnp.float32), targets, scale[:64], vocab=width - 3, dtype=x.dtype),
+        )
+
+    text = jax.jit(all_of_them).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 3
