@@ -161,9 +161,9 @@ def _card() -> str:
 
 def _share_of_bandwidth(row: dict[str, Any], card: str) -> dict[str, float] | None:
     peak = next((bytes_ for name, bytes_ in BANDWIDTH.items() if name in card), None)
-    if peak is None:
-        return None
     shape = SHAPES[row["model"]]
+    if peak is None or "hidden_size" not in shape:
+        return None
     width, layers, kv_heads = (shape[f"{key}"] for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads"))
     kv_width = width // shape["num_attention_heads"] * kv_heads
     each = 2 * width * width + 2 * width * kv_width + 3 * width * shape["intermediate_size"]

@@ -282,6 +282,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checks", default=";".join(CHECKS), help="some of them, with ';' between")
     wanted = parser.parse_args().checks.split(";")
+    if unknown := set(wanted) - set(CHECKS):
+        parser.error(f"--checks {', '.join(sorted(unknown))}: there are {', '.join(CHECKS)}")
     measured_on = machine("jax", "flax", "optax")
     found = {name: check() for name, check in CHECKS.items() if name in wanted}
     import jax

@@ -12,7 +12,6 @@ And one model that learns from pairs of answers (DPO), in the same ways; its los
 """
 
 import json
-import shutil
 import sys
 import tempfile
 from typing import Any
@@ -85,31 +84,29 @@ def side_by_side(batch: Batch) -> Batch:
     )
 
 
+def compared(model: dict[str, Any], pairs: bool) -> tuple[dict[str, Any], bool]:
+    """What came out for a model, and whether it is as it should be."""
+    fast = losses(model, dtype="bfloat16", pairs=pairs)
+    plain = losses(model, dtype="bfloat16", recorded=False, pairs=pairs)
+    exact = losses(model, dtype="float32", pairs=pairs)
+    recorded, rounded = (float(max(np.abs(np.subtract(fast, other)))) for other in (plain, exact))
+    learned = not pairs or abs(exact[0] - np.log(2)) < 1e-5 < abs(exact[-1] - exact[0])
+    is_right = learned and recorded < 1e-3 and 0 < rounded < 0.02 * exact[0]
+    return {"losses": fast, "recorded": recorded, "bfloat16": rounded}, is_right
+
+
 def main() -> None:
     """Check, write the results, and say what is off."""
     rows, off = {}, []
-    folder = tempfile.mkdtemp()
-    write_llama(folder)
-    for name, model in {**FAMILIES, "llama, pairs": {"init": f"hf:{folder}"}}.items():
-        pairs = name.endswith("pairs")
-        try:
-            fast = losses(model, dtype="bfloat16", pairs=pairs)
-            plain = losses(model, dtype="bfloat16", recorded=False, pairs=pairs)
-            exact = losses(model, dtype="float32", pairs=pairs)
-        except Exception as error:
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
-            off.append(name)
-        else:
-            away = {
-                "recorded": max(np.abs(np.subtract(fast, plain))),
-                "bfloat16": max(np.abs(np.subtract(fast, exact))),
-            }
-            rows[name] = {"losses": fast, **{key: float(value) for key, value in away.items()}}
-            learned = not pairs or abs(exact[0] - np.log(2)) < 1e-5 < abs(exact[-1] - exact[0])
-            if not (learned and away["recorded"] < 1e-3 and 0 < away["bfloat16"] < 0.02 * exact[0]):
-                off.append(name)
-        print(name, json.dumps(rows[name]), flush=True)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        write_llama(folder)
+        for name, model in {**FAMILIES, "llama, pairs": {"init": f"hf:{folder}"}}.items():
+            try:
+                rows[name], is_right = compared(model, name.endswith("pairs"))
+            except Exception as error:
+                rows[name], is_right = {"error": f"{type(error).__name__}: {error}"[:400]}, False
+            off += [] if is_right else [name]
+            print(name, json.dumps(rows[name]), flush=True)
     twice = [losses(FAMILIES["llama"], dtype="bfloat16", deterministic=True) for _ in range(2)]
     rows["deterministic"] = {"equal": twice[0] == twice[1]}
     print(rows["deterministic"], flush=True)

@@ -337,9 +337,13 @@ def render(page: str) -> str:
         _, mark, after = rest.partition(end)
         if not mark:
             raise ValueError(f"{PAGE.name}: the markers of {make.__name__!r} are missing")
-        body = f"{make(results)}\n\n{_facts(results)}" if results else "Not measured yet."
+        body = "\n\n".join([make(results), *_notes(results), _facts(results)]) if results else "Not measured yet."
         page = f"{before}{begin}\n\n{body}\n\n{end}{after}"
     return page
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    return [results["note"]] if "note" in results else []
 
 
 if __name__ == "__main__":

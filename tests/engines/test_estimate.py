@@ -17,6 +17,7 @@ from meshwright.engines.jax import memory_check
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.engines.jax.estimate import (
     Share,
+    _is_fused,
     bytes_of,
     estimate,
     flops_per_token,
@@ -68,6 +69,8 @@ def test_a_fused_kernel_keeps_no_weights(monkeypatch, model, sections, is_fused)
     saved = run.micro_batch_size * time * spec.heads * (time * 2 - 4) if is_fused else 0  # a log-sum-exp is float32
     assert plain.activations - fused.activations == spec.layers * saved
     assert (saved > 0) == is_fused
+    on_stages = _is_fused(run, spec, {"pipeline": 2}, jnp.bfloat16)  # where a layer doesn't know its window, either
+    assert on_stages == (is_fused and not spec.window)
 
 
 def test_flops_of_gpt2_by_hand():

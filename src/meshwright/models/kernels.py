@@ -270,7 +270,7 @@ def call(
         shapes: of what it makes.
         arrays: what it reads; trees of arrays will do.
         warps: of a program.
-        stages: how many loops' reads are on their way at a time.
+        stages: of how many rounds of a loop the reads are under way at a time.
         written: of the arrays' leaves that it writes to, by number, which of `shapes` each becomes.
         name: what a profile calls it.
     """
@@ -281,7 +281,7 @@ def call(
 
 
 def load(ref: Any, inside: jax.Array | None = None) -> jax.Array:
-    """Within a kernel: what is in an array, and zero where not inside; that is broadcast."""
+    """Within a kernel: what is in an array, and zero where not inside, a mask that is broadcast."""
     if inside is None:
         return triton.load(ref)
     return triton.load(ref, mask=jnp.broadcast_to(inside, ref.shape), other=0.0)

@@ -1,8 +1,9 @@
 """One token of each text through the layers, for NVIDIA GPUs: seven kernels a layer, which read each parameter once.
 
 A step of generation takes as long as reading all parameters does, if little comes in between. So there are few kernels,
-and each product is spread over so many programs that the whole device reads at once: a program makes some columns, and
-sums over some rows. What such parts add up to is left to the kernel that comes next.
+and a product is spread over many programs, so that the whole device reads at once: a program makes some columns, and
+sums over some rows. What such parts add up to is left to the kernel that comes next; where that is an activation, a
+program sums over all rows.
 
 They are written in Pallas, like `meshwright.models.kernels`, for the same devices and under the same reservations.
 
@@ -32,10 +33,12 @@ from meshwright.models.spec import ModelSpec
 if TYPE_CHECKING:
     from meshwright.models.decoder import Block
 
-_TYPES = (jnp.bfloat16, jnp.float16)
+_TYPES, _PARTS = (jnp.bfloat16, jnp.float16), (Linear, LayerNorm, RMSNorm)
 _MOST_TEXTS = 64
+_MOST_POSITIONS = 2048  # of a cache: a key-value head's are gone through one after another
+_WIDEST_HEAD = 128  # for which a card's processors have the memory
 _COLUMNS, _DEPTH = 64, 64  # of a product, that a program makes, and rows that it sums over in one go
-_PROGRAMS = 256  # the least that a product should have: about two for each of a large card's processors
+_PROGRAMS = 256  # the least that a product in parts should have: about two for each of a large card's processors
 _WARPS, _STAGES = 4, 4
 
 
@@ -54,7 +57,7 @@ def applies(layers: Sequence[Layer], x_BTD: jax.Array) -> bool:
     before each part and one feed-forward part, without adapters and without parts of a researcher's own."""
     few = x_BTD.shape[0] <= _MOST_TEXTS and x_BTD.shape[1] == 1 and x_BTD.dtype in _TYPES
     here = kernels.capability() >= kernels.LEAST_CAPABILITY and layout().on_one_device()
-    return few and here and all(_suits(layer.block) for layer in layers)
+    return few and here and all(_suits(layer.block) and _is_short(layer.cache) for layer in layers)
 
 
 def _suits(block: "Block") -> bool:
@@ -65,15 +68,21 @@ def _suits(block: "Block") -> bool:
     spec: ModelSpec = block.spec
     if spec.norm_placement != "pre" or spec.qk_norm == "all" or spec.attention_softcap or not _fits(spec):
         return False
-    parts = (*nnx.iter_children(block.attention), *nnx.iter_children(block.mlp))
-    return all(part.lora is None for _, part in parts if isinstance(part, Linear))
+    parts = [part for of in (block, block.attention, block.mlp) for _, part in nnx.iter_children(of)]
+    parts = [part for part in parts if part not in (block.attention, block.mlp)]
+    return all(type(part) in _PARTS and getattr(part, "lora", None) is None for part in parts)
+
+
+def _is_short(cache: LayerCache) -> bool:
+    return cache.keys_BKSC.shape[2] <= _MOST_POSITIONS
 
 
 def _fits(spec: ModelSpec) -> bool:
     """Whether programs have whole tiles of all that they work on."""
     summed = (spec.width, spec.heads * spec.head_width, spec.ffn_width)
     whole = all(width % _DEPTH == 0 for width in summed) and spec.kv_heads * spec.head_width % _COLUMNS == 0
-    return whole and spec.head_width == pl.next_power_of_2(spec.head_width) >= 2 * kernels.LEAST_TILE
+    head = spec.head_width
+    return whole and 2 * kernels.LEAST_TILE <= head <= _WIDEST_HEAD and head == pl.next_power_of_2(head)
 
 
 def through(layers: Sequence[Layer], x_B1D: jax.Array) -> tuple[jax.Array, list[LayerCache]]:

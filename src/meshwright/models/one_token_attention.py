@@ -26,7 +26,7 @@ def attend(
 
     Arguments:
         heads_PBI: its queries, keys and values, neither normed nor rotated, side by side, in parts yet to be added up.
-        places: where it stands.
+        places: where it stands; beyond the end of the cache it isn't written.
         cache: keys and values of earlier positions.
         attention: its norms of heads, if it has any, and the scale of its scores.
 
@@ -83,15 +83,17 @@ def _attend(
         q_QE, k_E = (_normed(x, scale_C, eps) for x, scale_C in zip((q_QE, k_E), refs.norms_C, strict=True))
     q_QE, k_E = _rotated(refs, text, q_QE), _rotated(refs, text, k_E)
     v_E = [whole(heads + kv_heads + kv_head, part) for part in halves]
-    for k, v, part in zip(k_E, v_E, halves, strict=True):
-        keys_ref[text, kv_head, position, part] = k
-        values_ref[text, kv_head, position, part] = v
+    length = keys_ref.shape[2]
+    has_place = jnp.broadcast_to(position < length, (half,))
+    for new_E, ref in ((k_E, keys_ref), (v_E, values_ref)):
+        for new, part in zip(new_E, halves, strict=True):
+            kernels.triton.store(ref.at[text, kv_head, position, part], new, mask=has_place)
 
     def one(block: jax.Array, carry: tuple) -> tuple:
         """One more block of positions, softmax being taken of those so far (Milakov and Gimelshein, 2018)."""
         highest_Q, total_Q, y_QE = carry
         place_N = block * _POSITIONS + jnp.arange(_POSITIONS)
-        seen_N = (place_N < position) & (place_N >= first)
+        seen_N = (place_N < position) & (place_N >= first) & (place_N < length)
 
         def cached(ref: Any, part: Any) -> jax.Array:
             return load(ref.at[text, kv_head, pl.ds(block * _POSITIONS, _POSITIONS), part], seen_N[:, None])

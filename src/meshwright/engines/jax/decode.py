@@ -136,7 +136,8 @@ def _fewest_rows() -> int:
 
 
 def _in_one_go() -> bool:
-    # A GPU would stand still while the host asks, after each token, whether that was the last.
+    # A GPU would stand still while the host asks, after each token, whether that was the last. Some tokens too many at
+    # the end cost less.
     return jax.default_backend() == "gpu"
 
 
@@ -254,7 +255,7 @@ def _go_on(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
         sampling: Sampling,
         way: Way,
     ) -> tuple[jax.Array, Rows]:
-        """The next `count` tokens of each row, `[K, B]`, or fewer where all have ended; what comes after counts not."""
+        """The next `count` tokens of each row, or fewer where all have ended, of `[K, B]`; the rest doesn't count."""
 
         def one(carry: tuple) -> tuple:
             done, _, tokens_KB, (token_B, ended_B, cache_L) = carry

@@ -190,13 +190,14 @@ def _share(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -
         number=jnp.dtype(dtype).itemsize,
         tensor=sizes["tensor"],
         experts=sizes["expert"],
-        flash=sizes["context"] > 1 or _is_fused(run, spec, dtype),
+        flash=sizes["context"] > 1 or _is_fused(run, spec, sizes, dtype),
     )
 
 
-def _is_fused(run: Run, spec: ModelSpec, dtype: jnp.dtype) -> bool:
+def _is_fused(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -> bool:
     """Whether `meshwright.models.flash` has kernels, on a device like those here, for the attention of all layers."""
-    if (spec.window and scans_layers(run)) or (run.train.deterministic and spec.dense_layers):
+    is_traced = spec.window and (scans_layers(run) or sizes["pipeline"] > 1)  # then a layer doesn't know its window
+    if is_traced or (run.train.deterministic and spec.dense_layers):
         return False
     key_width, value_width = head_widths(spec)
 
