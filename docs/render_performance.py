@@ -4,6 +4,7 @@ A test checks that the file is current.
 """
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +344,7 @@ def render(page: str) -> str:
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
-    return [results["note"]] if "note" in results else []
+    return [textwrap.fill(results["note"], 120)] if "note" in results else []
 
 
 if __name__ == "__main__":
