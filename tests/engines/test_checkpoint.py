@@ -1,10 +1,13 @@
 """The state of the JAX engine on its way to disk."""
 
+import os
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from processes import run_processes
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
@@ -14,11 +17,10 @@ from meshwright.engines.jax.engine import JaxEngine
 MODEL = {"preset": "llama-tiny", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64}
 
 
-def make_engine() -> JaxEngine:
+def make_engine(**sections) -> JaxEngine:
     model = {**MODEL, "vocab_size": 64, "context_length": 16}
-    run = make_run(
-        {"data": {"train": "none"}, "model": model, "train": {"batch_size": 8, "sequence_length": 16, "steps": 10}}
-    )
+    train = {"batch_size": 8, "sequence_length": 16, "steps": 10}
+    run = make_run({"data": {"train": "none"}, "model": model, "train": train, **sections})
     return JaxEngine(run, run.model.spec)
 
 
@@ -90,3 +92,24 @@ def test_room_for_a_copy_is_what_was_never_used(monkeypatch):
         Shard.device = Card(limit)
         monkeypatch.setattr(type(array), "addressable_shards", [Shard], raising=False)
         assert checkpoint.fits_twice(state, plan) is fits
+
+
+def save_apart(group, folder: str) -> list[str]:
+    """Save into a folder of this process's own; the second process makes that folder late."""
+    engine, makedirs = make_engine(mesh={"fsdp": 2}), os.makedirs
+
+    def late(path, *arguments, **more):
+        if not group.is_primary and str(path).endswith("-tmp"):
+            time.sleep(2)
+        makedirs(path, *arguments, **more)
+
+    mine = Path(folder) / str(jax.process_index())
+    mine.mkdir()
+    os.makedirs = late
+    checkpoint.save_state(mine, engine._state, engine._program.state, apart=True)()
+    return [path.name for path in mine.iterdir()]
+
+
+def test_no_process_writes_before_a_folder_of_its_own_is_there(tmp_path: Path):
+    assert run_processes(save_apart, timeout=100, arguments=(str(tmp_path),)) == [["state"], ["state"]]
+    assert any((tmp_path / "1/state").rglob("*"))

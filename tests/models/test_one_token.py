@@ -198,10 +198,12 @@ def test_as_many_tokens_as_are_asked_for_in_one_go(monkeypatch, count):
     engine = JaxEngine(run, run.model.spec, training=False)
     prompts = [[1, 2, 3], [9] * (64 - count)]  # of which the second fills the context up
     asked = list(engine.generate(prompts, count, -1, Sampling(temperature=0.0)))
-    monkeypatch.setattr(decode, "_in_one_go", lambda: True)
+    used = []
+    monkeypatch.setattr(decode, "_in_one_go", lambda: used.append(True) or True)
     again = JaxEngine(run, run.model.spec, training=False)
     assert list(again.generate(prompts, count, -1, Sampling(temperature=0.0))) == asked
     assert len(asked) == count
+    assert used or count == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -52,7 +52,10 @@ def save_state(
     # OCDBT's files of all processes must be merged, in one folder; without it each shard is a file.
     alone = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
     alone = alone if apart and jax.process_count() > 1 else {}
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=not alone, **alone), **alone)
+    # Made in the background, the first process's folder would be a sign for the others to write before theirs is there.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=not alone)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=not alone, **alone)
+    checkpointer = ocp.AsyncCheckpointer(handler, async_options=options, **alone)
     checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 
     def finish() -> None:
