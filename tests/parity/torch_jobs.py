@@ -106,9 +106,10 @@ def keep_gradients(engine) -> dict[str, np.ndarray]:
     kept: dict[str, np.ndarray] = {}
     update = engine._optimizer.step
 
-    def step(parameters, gradients):
-        kept.update({name: whole(engine, name, part) for name, part in gradients.items()})
-        update(parameters, gradients)
+    def step(shrink):
+        gradients = engine._optimizer.gradients
+        kept.update({name: whole(engine, name, part * shrink) for name, part in gradients.items()})
+        update(shrink)
 
     engine._optimizer.step = step
     return kept

@@ -32,7 +32,7 @@ def test_an_evaluation_makes_no_gradient(monkeypatch):
         calls.append(1)
         return slopes(*arguments)
 
-    monkeypatch.setattr(loss, "_compiled", lambda _: (loss._sums, counted))
+    monkeypatch.setattr(loss, "_compiled", lambda _: (loss._sums, counted, loss._scaled))
     x_ND, kernel_VD = some(0, 10, 8), some(1, 33, 8).requires_grad_()
     given = (x_ND, kernel_VD, torch.arange(10), torch.ones(10))
     with torch.no_grad():

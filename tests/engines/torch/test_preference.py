@@ -170,9 +170,10 @@ def test_a_step_is_that_of_two_plain_passes(folder, name, fresh):
 def keep_gradients_of(engine):
     kept, update = {}, engine._optimizer.step
 
-    def step(parameters, gradients):
-        kept.update({name: part.clone() for name, part in gradients.items()})
-        update(parameters, gradients)
+    def step(shrink):
+        gradients = engine._optimizer.gradients
+        kept.update({name: part.clone() if shrink is None else part * shrink for name, part in gradients.items()})
+        update(shrink)
 
     engine._optimizer.step = step
     return kept

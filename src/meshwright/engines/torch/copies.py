@@ -1,11 +1,16 @@
-"""What one device computes with, where that isn't float32: copies of the parameters, made anew after each update.
+"""What one device computes with, where that isn't float32: copies of the parameters, made anew with each update.
 
-The parameters that are trained stay float32, and so do the sums of their gradients: as FSDP2 has it on several devices
-(`MixedPrecisionPolicy`), whose hooks around each block would cost more than the block does on one.
+The parameters that are trained stay float32: as FSDP2 has it on several devices (`MixedPrecisionPolicy`), whose hooks
+around each block would cost more than the block does on one. They lie in one tensor, their copies in another, the
+gradients in a third.
+
+Shapes: N numbers of all parameters that are trained.
 """
 
 import torch
 from torch import nn
+
+from meshwright.engines.torch.flat import Flat
 
 
 class Copies:
@@ -14,26 +19,34 @@ class Copies:
     Arguments:
         module: its parameters become the copies.
         dtype: the type of those.
+        decaying: the names of the parameters that weight decay pulls on.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, decaying: set[str]):
+        self._copies = dict(module.named_parameters())
+        trained = {name: parameter for name, parameter in self._copies.items() if parameter.requires_grad}
+        self.flat = Flat(trained, decaying)
+        """Where each of those lies that are trained."""
+        device = next(iter(self._copies.values())).device
+        self.values_N = torch.zeros(self.flat.size, dtype=torch.float32, device=device)
+        """Those as they are stored."""
+        self.used_N = torch.zeros(self.flat.size, dtype=dtype, device=device)
+        """Those as the module computes with them."""
+        values, used = self.flat.views(self.values_N), self.flat.views(self.used_N)
         self.stored: dict[str, nn.Parameter] = {}
         """By name, float32."""
-        self._copies: dict[str, nn.Parameter] = {}
-        for name, parameter in module.named_parameters():
-            self.stored[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            parameter.data = parameter.data.to(dtype)
-            self._copies[name] = parameter
+        for name, parameter in self._copies.items():
+            kept = values.get(name, parameter.data)
+            self.stored[name] = nn.Parameter(kept, requires_grad=name in trained)
+            parameter.data = used[name] if name in trained else parameter.data.to(dtype)
 
     @torch.no_grad()
-    def refresh(self, *, trained_alone: bool) -> None:
-        """Take over what is stored.
-
-        Arguments:
-            trained_alone: leave out what isn't trained.
-        """
-        names = [name for name, parameter in self.stored.items() if parameter.requires_grad or not trained_alone]
-        torch._foreach_copy_([self._copies[name] for name in names], [self.stored[name] for name in names])
+    def refresh(self) -> None:
+        """Take over what is stored."""
+        self.used_N.copy_(self.values_N)
+        for name, parameter in self.stored.items():
+            if not parameter.requires_grad:
+                self._copies[name].copy_(parameter)
 
     def taken(self) -> dict[str, torch.Tensor]:
         """The gradients that a backward pass left with the copies, which then have none."""
@@ -41,12 +54,3 @@ class Copies:
         for name in found:
             self._copies[name].grad = None
         return found
-
-    @torch.no_grad()
-    def collect(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Add gradients of copies to those of the stored parameters."""
-        exact = {name: torch.empty_like(self.stored[name]) for name in gradients}
-        torch._foreach_copy_(list(exact.values()), list(gradients.values()))
-        for name, gradient in exact.items():
-            before = self.stored[name].grad
-            self.stored[name].grad = gradient if before is None else before.add_(gradient)

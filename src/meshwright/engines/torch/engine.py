@@ -22,11 +22,13 @@ from meshwright.engines.torch.checkpoint import restore_state, save_state
 from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.decode import generate
 from meshwright.engines.torch.fingerprint import base_fingerprint
+from meshwright.engines.torch.flat_optimizer import FlatOptimizer
 from meshwright.engines.torch.host import HostParameters, logits, logits_of
 from meshwright.engines.torch.host_lora import HostAdapters, Merged
 from meshwright.engines.torch.mesh import TorchMesh, make_torch_mesh
 from meshwright.engines.torch.optimizer import Optimizer
 from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.separate_optimizer import SeparateOptimizer
 from meshwright.engines.torch.start import start
 from meshwright.engines.torch.step import Step, evaluate
 from meshwright.engines.torch.support import check_supported
@@ -82,8 +84,8 @@ class TorchEngine:
         if training:
             if spec.family == ANY:
                 check_masks(placed, run)
-            parts = {name: own(parameter) for name, parameter in placed.parameters.items()}
-            self._optimizer = Optimizer(run, parts, placed.is_matrix)
+            flat = placed.copies and FlatOptimizer(run, placed.copies, mesh.accumulate)
+            self._optimizer = flat or SeparateOptimizer(run, placed)
             self._step = Step(run, placed, self._optimizer)
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:

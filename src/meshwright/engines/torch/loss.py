@@ -29,12 +29,12 @@ class _Sum(torch.autograd.Function):
         parts: int | None,
     ) -> torch.Tensor:
         wants, wants_kernel = any(ctx.needs_input_grad), ctx.needs_input_grad[1]
-        sums, slopes = _compiled(x_ND.is_cuda)
+        sums, slopes, _ = _compiled(x_ND.is_cuda)
         if wants_kernel and parts is not None:
             raise ValueError("sums of parts have no gradient for the head, whose parts aren't kept apart")
         losses_N = torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
         d_x_ND = torch.empty_like(x_ND) if wants else None
-        d_kernel_VD = torch.zeros_like(kernel_VD, dtype=torch.float32) if wants_kernel else None
+        d_kernel_VD = None
         for start in range(0, len(x_ND), chunk):
             here = slice(start, start + chunk)
             x_CD, weights_C, local_C = x_ND[here], weights_N[here], targets_N[here] - first
@@ -47,17 +47,21 @@ class _Sum(torch.autograd.Function):
                 continue
             d_CV = slopes(scores_CV, largest_C, local_C, weights_C, softcap, x_CD.dtype)
             d_x_ND[here] = d_CV @ kernel_VD
-            if d_kernel_VD is not None:
-                d_kernel_VD += _product(d_CV.T, x_CD)
+            if wants_kernel:
+                d_VD = _product(d_CV.T, x_CD)
+                d_kernel_VD = d_VD if d_kernel_VD is None else d_kernel_VD.add_(d_VD)
         if d_x_ND is not None:
-            ctx.save_for_backward(d_x_ND, None if d_kernel_VD is None else d_kernel_VD.to(kernel_VD.dtype))
+            ctx.save_for_backward(d_x_ND, d_kernel_VD)
+            ctx.kernel_dtype = kernel_VD.dtype
         return losses_N.sum() if parts is None else losses_N.view(parts, -1).sum(dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         d_x_ND, d_kernel_VD = ctx.saved_tensors
         scale = gradients[0]
-        d_kernel_VD = None if d_kernel_VD is None else d_kernel_VD * scale
+        if d_kernel_VD is not None:
+            _, _, scaled = _compiled(d_x_ND.is_cuda)
+            d_kernel_VD = scaled(d_kernel_VD, scale, ctx.kernel_dtype)
         if scale.ndim:  # of parts, each by its own
             scale = scale.repeat_interleave(len(d_x_ND) // len(scale))[:, None]
         return (d_x_ND * scale).to(d_x_ND.dtype), d_kernel_VD, *(None,) * 7
@@ -114,7 +118,10 @@ def _sums(scores_CV: torch.Tensor, local_C: torch.Tensor) -> tuple[torch.Tensor,
     """Of each token, the logarithm of the sum of the scores' exponentials, and the target's score or 0, `[C]`."""
     is_here_C = (local_C >= 0) & (local_C < scores_CV.shape[1])
     picked_C = scores_CV.gather(1, torch.where(is_here_C, local_C, 0)[:, None])[:, 0]
-    return scores_CV.logsumexp(dim=1), torch.where(is_here_C, picked_C, 0.0)
+    # Written so that it is compiled to one reading of the scores.
+    highest_C1 = scores_CV.amax(dim=1, keepdim=True)
+    total_C1 = (scores_CV - highest_C1).exp().sum(dim=1, keepdim=True)
+    return (highest_C1 + total_C1.log())[:, 0], torch.where(is_here_C, picked_C, 0.0)
 
 
 def _slopes(
@@ -133,10 +140,16 @@ def _slopes(
     return d_CV.to(dtype)
 
 
+def _scaled(d_VD: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product, rounded once."""
+    return (d_VD * scale).to(dtype)
+
+
 @cache
-def _compiled(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    # Both are bound by the memory of a card, where a compiled one reads the scores once or twice.
-    return (torch.compile(_sums), torch.compile(_slopes)) if is_cuda else (_sums, _slopes)
+def _compiled(is_cuda: bool) -> tuple[Callable[..., Any], ...]:
+    # All are bound by the memory of a card, where a compiled one reads what it is given once or twice.
+    functions = (_sums, _slopes, _scaled)
+    return tuple(torch.compile(function) for function in functions) if is_cuda else functions
 
 
 def _over_vocabulary(

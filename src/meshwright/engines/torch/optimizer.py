@@ -1,15 +1,20 @@
-"""Update rules and schedules: those of the JAX engine, on the part of each tensor that this process stores."""
+"""What updates have in common; the rules and schedules are those of the JAX engine."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 from meshwright.config import Run
 
-_EPS = 1e-8
+EPS = 1e-8
+"""Added to AdamW's divisor."""
+
+
+def moments(run: Run) -> tuple[str, ...]:
+    """Which averages of the gradient the optimizer of a run keeps."""
+    return ("mean", "square") if run.optimizer.kind == "adamw" else ("mean",)
 
 
 def make_schedule(run: Run) -> Callable[[int], float]:
@@ -40,80 +45,55 @@ def make_schedule(run: Run) -> Callable[[int], float]:
     return rate
 
 
-class Optimizer:
-    """AdamW or Lion. Weight decay pulls on matrices and embeddings alone.
+class Optimizer(ABC):
+    """AdamW or Lion, with the gradient of a batch. Weight decay pulls on matrices and embeddings alone.
 
     Arguments:
         run: `[optimizer]` and `[schedule]` are read.
-        parameters: the part of each parameter that this process stores, by name.
-        is_matrix: which ones weight decay pulls on.
+        state: by moment, and by name the part of each parameter's that this process stores.
     """
 
-    def __init__(self, run: Run, parameters: dict[str, torch.Tensor], is_matrix: dict[str, bool]):
+    def __init__(self, run: Run, state: dict[str, dict[str, torch.Tensor]]):
         o = run.optimizer
-        self._kind, self._beta1, self._beta2, self._decay = o.kind, o.beta1, o.beta2, o.weight_decay
+        self._beta1, self._beta2, self._decay = o.beta1, o.beta2, o.weight_decay
+        self.state = state
+        """See above."""
         self.rate = make_schedule(run)
         """The learning rate of an update, counted from 0."""
         self.count = 0
         """Updates so far, those left out counted too."""
-        self._names = {decays: [n for n in parameters if is_matrix[n] == decays] for decays in (True, False)}
-        moments = ("mean", "square") if o.kind == "adamw" else ("mean",)
-        self.state = {moment: {name: torch.zeros_like(p) for name, p in parameters.items()} for moment in moments}
-        """The moments of each parameter's gradient, as stored."""
-        self._counts = {name: torch.zeros((), device=p.device) for name, p in parameters.items()}
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Of the batch, by name the part of each that this process stores; whole once `norm` has been called."""
 
-    def step(self, parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-        """One update, in place.
+    @abstractmethod
+    def collect(self) -> None:
+        """Take the gradients that a backward pass left; to be called after each."""
+
+    @abstractmethod
+    def norm(self) -> torch.Tensor:
+        """Of the gradient of the whole model, each number of it counted once."""
+
+    def step(self, shrink: torch.Tensor | None) -> None:
+        """One update, in place, after which there is no gradient.
 
         Arguments:
-            parameters: the part of each that this process stores.
-            gradients: theirs.
+            shrink: what the gradient is multiplied by; None: nothing.
         """
-        rate = self.rate(self.count)
-        for decays, names in self._names.items():
-            chosen = [name for name in names if parameters[name].numel()]
-            if chosen:
-                update = self._adamw if self._kind == "adamw" else self._lion
-                update(chosen, parameters, gradients, rate, self._decay if decays else 0.0)
+        self._update(shrink)
         self.count += 1
+        self._forget()
 
     def skip(self) -> None:
         """Leave one update out; the schedule goes on."""
         self.set_count(self.count + 1)
+        self._forget()
 
     def set_count(self, count: int) -> None:
         """Say how many updates there were."""
         self.count = count
-        for number in self._counts.values():
-            number.fill_(count)
 
-    def _adamw(self, names: list[str], parameters: Any, gradients: Any, rate: float, decay: float) -> None:
-        values, slopes, means, squares = (
-            [kind[name] for name in names] for kind in (parameters, gradients, self.state["mean"], self.state["square"])
-        )
-        is_cuda = values[0].is_cuda
-        adamw(
-            values,
-            slopes,
-            means,
-            squares,
-            [],
-            [self._counts[name] for name in names],
-            fused=is_cuda,
-            foreach=not is_cuda,
-            amsgrad=False,
-            beta1=self._beta1,
-            beta2=self._beta2,
-            lr=rate,
-            weight_decay=decay,
-            eps=_EPS,
-            maximize=False,
-        )
+    @abstractmethod
+    def _update(self, shrink: torch.Tensor | None) -> None: ...
 
-    def _lion(self, names: list[str], parameters: Any, gradients: Any, rate: float, decay: float) -> None:
-        values, slopes, means = ([kind[n] for n in names] for kind in (parameters, gradients, self.state["mean"]))
-        signs = torch._foreach_lerp(means, slopes, 1 - self._beta1)
-        torch._foreach_sign_(signs)
-        torch._foreach_mul_(values, 1 - rate * decay)
-        torch._foreach_add_(values, signs, alpha=-rate)
-        torch._foreach_lerp_(means, slopes, 1 - self._beta2)
+    @abstractmethod
+    def _forget(self) -> None: ...

@@ -72,14 +72,17 @@ class Placed:
             self._shard(blocks)
         buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
         _materialize(model, mesh.device, buffers)
-        self.copies = Copies(model, self.dtype) if mesh.mesh is None and self.dtype != torch.float32 else None
+        found = tensors_of_model(model)
+        self.is_matrix = {n: len(self.names.theirs.get(n, "ab")) >= 2 for n, t in found.items() if t.requires_grad}
+        """Of those that are trained, whether each is a matrix in a checkpoint; weight decay is for these."""
+        self.copies: Copies | None = None
+        if mesh.mesh is None and self.dtype != torch.float32:
+            self.copies = Copies(model, self.dtype, {name for name, decays in self.is_matrix.items() if decays})
         """What the module computes with, where that isn't what is stored."""
-        self.tensors = {**tensors_of_model(model), **(self.copies.stored if self.copies else {})}
+        self.tensors = {**found, **(self.copies.stored if self.copies else {})}
         """The model's tensors as they are stored, by name."""
         self.parameters = {name: t for name, t in self.tensors.items() if t.requires_grad}
         """Those that are trained."""
-        self.is_matrix = {name: len(self.names.theirs.get(name, "ab")) >= 2 for name in self.parameters}
-        """Whether each is a matrix in a checkpoint; weight decay is for these."""
         self.stored = self.parameters if run.lora.rank else self.tensors
         """What a checkpoint holds."""
 
@@ -129,14 +132,11 @@ class Placed:
             own(tensor).copy_(torch.from_numpy(initial(name, tuple(tensor.shape), seed)[index]))
         self.changed()
 
-    def changed(self, *, trained_alone: bool = False) -> None:
-        """To be called whenever stored tensors have changed: the module computes with them from now on.
-
-        Arguments:
-            trained_alone: whether those that aren't trained are as they were.
-        """
+    def changed(self) -> None:
+        """To be called when stored tensors have changed otherwise than by updates: the module computes with them from
+        now on."""
         if self.copies:
-            self.copies.refresh(trained_alone=trained_alone)
+            self.copies.refresh()
 
     def mine(self, name: str) -> list[tuple[int, int]]:
         """Which places of each axis this process holds."""
@@ -180,6 +180,13 @@ class Placed:
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether the processes of a tensor group have parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

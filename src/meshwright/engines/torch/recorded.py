@@ -31,15 +31,15 @@ class Recorded:
     Arguments:
         one_pass: it must not wait for the device, nor draw random numbers.
         copies: of the parameters, whose memory stays where it is.
+        add: is given the gradients by name, which the next replay overwrites.
     """
 
-    def __init__(self, one_pass: Pass, copies: Copies):
-        self._pass, self._copies = one_pass, copies
+    def __init__(self, one_pass: Pass, copies: Copies, add: Callable[[dict[str, torch.Tensor]], None]):
+        self._pass, self._copies, self._add = one_pass, copies, add
         self._recordings: dict[tuple, _Recording] = {}
 
     def __call__(self, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss sum; the gradients are added to those of the stored parameters. Both are whole when the device is
-        done."""
+        """The loss sum; the gradients have been handed on. Both are whole when the device is done."""
         key = tuple(None if x is None else x.shape for x in rows)
         if key not in self._recordings:
             self._recordings[key] = self._record(rows, tokens)
@@ -49,7 +49,7 @@ class Recorded:
                 place.copy_(x)
         recording.tokens.copy_(tokens)
         recording.graph.replay()
-        self._copies.collect(recording.gradients)
+        self._add(recording.gradients)
         return recording.loss
 
     def _record(self, rows: Rows, tokens: torch.Tensor) -> _Recording:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from meshwright.config import Run
 from meshwright.data.examples import Batch
 from meshwright.engines.torch.collectives import reduced
+from meshwright.engines.torch.flat_optimizer import FlatOptimizer
 from meshwright.engines.torch.loss_model import Rows
 from meshwright.engines.torch.optimizer import Optimizer
-from meshwright.engines.torch.plan import Placed, own
+from meshwright.engines.torch.plan import Placed
 from meshwright.engines.torch.preference import SUMS, has_pair, preference
 from meshwright.engines.torch.recorded import Recorded
 
@@ -33,13 +33,14 @@ class Step:
     def __init__(self, run: Run, placed: Placed, optimizer: Optimizer):
         self._run, self._placed, self._optimizer = run, placed, optimizer
         self._of_pairs = run.data.packing == "pairs"
-        self._everywhere = [name for name, p in placed.parameters.items() if not _is_cut(p)]
         on_card, random = placed.mesh.device.type == "cuda", run.model.dropout > 0
         # The experts of `transformers` ask the device how many tokens each of them has; what a class of its own asks
         # isn't known.
         known = run.model.family != "transformers" and not run.model.experts
         recordable = on_card and known and not random and not self._of_pairs
-        self._recorded = Recorded(self._pass, placed.copies) if recordable and placed.copies else None
+        self._recorded = None
+        if recordable and placed.copies and isinstance(optimizer, FlatOptimizer):
+            self._recorded = Recorded(self._pass, placed.copies, optimizer.add)
 
     def __call__(self, batch: Batch, stop: int) -> dict[str, Any]:
         """One update; see `Engine.train_step`."""
@@ -49,11 +50,10 @@ class Step:
         count = self._pairs(rows_A) if self._of_pairs else tokens
         means = self._accumulate(rows_A, count.clamp(min=1.0)) / count.clamp(min=1.0)
         loss = means[0]
-        gradients = self._gradients()
-        norm = self._norm(gradients)
-        if self._run.optimizer.clip_norm:
-            shrink = (self._run.optimizer.clip_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
-            torch._foreach_mul_(list(gradients.values()), shrink)
+        norm = optimizer.norm()
+        shrink = None
+        if limit := self._run.optimizer.clip_norm:
+            shrink = (limit / norm.clamp(min=1e-12)).clamp(max=1.0)
         values = dict(zip(SUMS, means, strict=False))
         values |= {"grad_norm": norm, "tokens": tokens, "learning_rate": optimizer.rate(optimizer.count)}
         if mesh.mesh is not None:
@@ -62,10 +62,7 @@ class Step:
         if self._run.train.on_nonfinite == "skip" and not bool(torch.isfinite(loss + norm)):
             optimizer.skip()
         else:
-            optimizer.step({name: own(p) for name, p in placed.parameters.items()}, gradients)
-            placed.changed(trained_alone=True)
-        for parameter in placed.parameters.values():
-            parameter.grad = None
+            optimizer.step(shrink)
         return values
 
     def _pairs(self, rows_A: list[Rows]) -> torch.Tensor:
@@ -87,8 +84,7 @@ class Step:
                 total += self._recorded(rows, count)
                 continue
             total += self._pass(rows, count)
-            if copies := self._placed.copies:
-                copies.collect(copies.taken())
+            self._optimizer.collect()
         return reduced(total, self._placed.mesh.batch_group)
 
     def _pass(self, rows: Rows, count: torch.Tensor) -> torch.Tensor:
@@ -105,29 +101,6 @@ class Step:
         mesh = self._placed.mesh
         place = [self._run.seed, self._optimizer.count, number, mesh.place("data"), mesh.place("fsdp")]
         return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """Of each parameter the part that this process stores."""
-        found = {
-            name: torch.zeros_like(own(p)) if p.grad is None else own(p.grad)
-            for name, p in self._placed.parameters.items()
-        }
-        tensor = self._placed.mesh.tensor
-        if tensor is not None:  # what isn't cut has a part of its gradient in each process
-            parts = [found[name].flatten() for name in self._everywhere]
-            summed = reduced(torch.cat(parts), tensor.group).split([len(part) for part in parts])
-            for name, part in zip(self._everywhere, summed, strict=True):
-                found[name] = part.view_as(found[name]).clone()
-        return found
-
-    def _norm(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of the gradient of the whole model, each number of it counted once."""
-        mesh, everywhere = self._placed.mesh, set(self._everywhere)
-        total = _squares([gradients[name] for name in gradients if name in everywhere], mesh.device)
-        if mesh.tensor is not None:
-            cut = _squares([gradients[name] for name in gradients if name not in everywhere], mesh.device)
-            total = total + reduced(cut, mesh.tensor.group)
-        return reduced(total, None if mesh.mesh is None else mesh.mesh.get_group("fsdp")).sqrt()
 
 
 def evaluate(placed: Placed, batch: Batch, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,15 +131,3 @@ def place(batch: Batch, placed: Placed) -> list[Rows]:
         return list(host.to(placed.mesh.device, non_blocking=True).chunk(placed.mesh.accumulate))
 
     return [Rows(*parts) for parts in zip(*map(on_device, batch), strict=True)]
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors)).square().sum()
