@@ -1,11 +1,14 @@
 """What several tests share: a tiny corpus, a tiny run file, and the command line as a real process."""
 
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,6 +75,22 @@ def write_run(path: Path, values: dict) -> Path:
 
     path.write_text(tomli_w.dumps(values), encoding="utf-8")
     return path
+
+
+@contextmanager
+def object_store() -> Iterator[dict[str, str]]:
+    """A server of the S3 protocol; what the environment must say for it to be used."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "anything")
+    try:
+        yield {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1", **keys}
+    finally:
+        server.stop()
 
 
 def meshwright(*arguments: object, cwd: Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers import MAIN, kill, run_values, wait_for, write_corpus, write_run
+from helpers import MAIN, kill, object_store, run_values, wait_for, write_corpus, write_run
 
 import meshwright as mw
 from meshwright.checkpoints import Checkpoints
@@ -51,14 +50,8 @@ main()
 
 @pytest.fixture(scope="module")
 def server():
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with object_store() as variables:
+        yield variables
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +59,8 @@ def store(server, tmp_path, monkeypatch):
     """An empty bucket, and a machine that has seen nothing of it yet."""
     import boto3
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "anything")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
     client = boto3.client("s3")
     client.create_bucket(Bucket="runs")
     for item in client.list_objects_v2(Bucket="runs").get("Contents", []):
@@ -462,6 +453,20 @@ def test_what_was_compiled_stays_on_its_machine(store, short):
     assert not (folder / "workers/compiled/theirs").exists()
 
 
+def test_the_log_of_a_worker_that_was_here_before(store, short):
+    theirs, mine = "workers/worker_1.log", "workers/worker_0.log"
+    store.write(theirs, b"--- first\n--- second, elsewhere\n")
+    store.write(mine, b"--- first\nwords\n--- second, elsewhere\n")
+    folder = copy_of(URL) / "workers"
+    folder.mkdir(parents=True)
+    (folder / "worker_1.log").write_text("--- first\n")
+    (folder / "worker_0.log").write_text("--- first\nwords\n--- third\n")
+    with Mirror(URL):
+        pass
+    assert store.read(theirs) == b"--- first\n--- second, elsewhere\n"
+    assert store.read(mine) == b"--- first\nwords\n--- second, elsewhere\n--- third\n"
+
+
 def test_a_log_that_goes_on_from_the_one_in_the_store_stays(store):
     store.write("log.txt", b"one\n")
     folder = local_run(URL)
@@ -503,4 +508,5 @@ def test_without_its_library(monkeypatch):
 def test_folders_are_folders():
     assert not is_remote("") and not is_remote("runs/x") and not is_remote(Path("/tmp/s3/x"))
     assert is_remote("s3://bucket/x") and is_remote("gs://bucket")
+    assert make().place == URL and make(run_dir="runs/x").place == Path("runs/x")
     assert copy_of("s3://bucket/x") == copy_of("s3://bucket/x/") != copy_of("gs://bucket/x")

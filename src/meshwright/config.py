@@ -220,6 +220,11 @@ class Run(Section):
         return copy_of(self.run_dir) if is_remote(self.run_dir) else Path(self.run_dir or f"runs/{self.name}")
 
     @property
+    def place(self) -> Path | str:
+        """Where others find the run directory: the folder, or the address of one on an object store."""
+        return self.run_dir if is_remote(self.run_dir) else self.directory
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences at a time, whole mesh."""
         return self.train.micro_batch_size or self.train.batch_size

@@ -42,7 +42,8 @@ _PREPARE_SECONDS = 7 * 24 * 3600.0
 class Outcome:
     """How a call of `train` ended."""
 
-    run_dir: Path
+    run_dir: Path | str
+    """A folder, or an address on an object store; `open_run` takes either."""
     step: int
     """Updates done, those before a resume included."""
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -152,8 +153,8 @@ def train(
         if group.is_primary:
             write_report(directory.path)
         seconds, early, shown = time.monotonic() - started, ended_early is not None, _summary(evaluation)
-        trackers.finish(Summary(run.directory, step, seconds, run.train.sample_prompt, early, **shown))
-        return Outcome(run.directory, step, evaluation, ended_early)
+        trackers.finish(Summary(run.place, step, seconds, run.train.sample_prompt, early, **shown))
+        return Outcome(run.place, step, evaluation, ended_early)
 
 
 def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Corpus:

@@ -12,13 +12,13 @@ from meshwright.track.console import Summary
 
 def test_the_first_failure_counts_and_closes():
     desk = Desk()
-    assert desk.is_open() and desk.beat(0, []) == 0
+    assert desk.is_open() and desk.failure() is None and desk.beat(0, []) == 0
     desk.ask_to_stop(15)
     assert desk.beat(0, []) == 15
     first, second = (Failure(rank, "10.0.0.1", "text", mistake=False) for rank in (1, 0))
     desk.fail(first)
     desk.fail(second)
-    assert desk.news().failure == first
+    assert desk.news().failure == desk.failure() == first
     assert not desk.is_open() and desk.beat(1, []) == CLOSED
     assert desk.beats() == {0: 2, 1: 1}
 

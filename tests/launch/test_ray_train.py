@@ -1,11 +1,13 @@
 """`meshwright train` on Ray: start, terminal, logs, signals, exit codes, and what each worker gets."""
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from helpers import run_values
@@ -88,36 +90,48 @@ def test_a_folder_that_a_node_lacks(monkeypatch):
         ray_worker.go_to("/not/here")
 
 
-def test_a_job_that_is_submitted(tmp_path):
+def test_jobs_that_are_submitted_and_what_the_dashboard_has_of_them(tmp_path):
     pytest.importorskip("aiohttp")
     from ray.cluster_utils import Cluster
     from ray.job_submission import JobSubmissionClient
 
     folder = write(tmp_path, train={"steps": 12})
+    main = "from meshwright.cli import main; main(prog_name='meshwright')"
+    command = f'cd {folder} && {sys.executable} -c "{main}" train run.toml'
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}}
     with socket.socket() as one, socket.socket() as other:  # another cluster may have the ports that they all take
         ports = [free.bind(("127.0.0.1", 0)) or free.getsockname()[1] for free in (one, other)]
     head = {"num_cpus": 2, "include_dashboard": True}
     head |= dict(zip(("dashboard_port", "dashboard_agent_listen_port"), ports, strict=True))
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        client = JobSubmissionClient(f"http://{cluster.head_node.address_info['webui_url']}")
-        main = "from meshwright.cli import main; main(prog_name='meshwright')"
-        end = time.monotonic() + 150
-        while True:
-            try:
-                job = client.submit_job(
-                    entrypoint=f'cd {folder} && {sys.executable} -c "{main}" train run.toml name=job',
-                    runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
-                )
-                break
-            except RuntimeError:  # the node's agent is only starting
-                assert time.monotonic() < end
-                time.sleep(0.5)
-        while not client.get_job_status(job).is_terminal() and time.monotonic() < end:
-            time.sleep(0.2)
-        logs = client.get_job_logs(job)
-        assert client.get_job_status(job) == "SUCCEEDED", logs
+        dashboard = f"http://{cluster.head_node.address_info['webui_url']}"
+        client = JobSubmissionClient(dashboard)
+        end = time.monotonic() + 200
+
+        def submit(*overrides: str) -> tuple[str, str]:
+            while True:
+                try:
+                    job = client.submit_job(entrypoint=" ".join([command, *overrides]), runtime_env=environment)
+                    break
+                except RuntimeError:  # the node's agent is only starting
+                    assert time.monotonic() < end
+                    time.sleep(0.5)
+            while not client.get_job_status(job).is_terminal() and time.monotonic() < end:
+                time.sleep(0.2)
+            return client.get_job_status(job), client.get_job_logs(job)
+
+        status, logs = submit("name=job")
+        assert status == "SUCCEEDED", logs
         assert "step 12/12  loss" in logs and "RayTrainWorker" not in logs
+        status, logs = submit("name=wrong", "mesh.tensor=3", "mesh.data=1")
+        assert status == "FAILED" and "error: mesh: tensor 3" in logs
+        with urlopen(f"{dashboard}/api/train/v2/runs/v1") as answer:
+            runs = {run["name"]: run for run in json.load(answer)["train_runs"]}
+        assert {name: run["status"] for name, run in runs.items()} == {"job": "FINISHED", "wrong": "ERRORED"}
+        assert "error:\nmesh: tensor 3" in runs["wrong"]["status_detail"]
+        rays = [log.read_text() for log in Path(cluster.head_node.get_logs_dir_path()).glob("worker-*.err")]
+        assert sum(f"is in {folder}/runs/job/workers/worker_1.log" in log for log in rays) == 1
     finally:
         cluster.shutdown()
 

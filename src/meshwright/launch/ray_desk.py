@@ -88,6 +88,10 @@ class Desk:
         """Note what has ended the run; the first counts."""
         self._failure, self._open = self._failure or failure, False
 
+    def failure(self) -> Failure | None:
+        """What has ended the run; None: nothing."""
+        return self._failure
+
     def ask_to_stop(self, signal: int) -> None:
         """Have the workers stop together, and save."""
         self._stop = signal
@@ -191,7 +195,7 @@ class DeskConsole:
 
 @lru_cache
 def measure(key: str) -> Any:
-    """What the metrics of a Ray cluster, which its dashboard shows, call `meshwright_<key>`; by run."""
+    """What a Ray cluster tells Prometheus as `ray_meshwright_<key>`; by run."""
     from ray.util.metrics import Gauge
 
     return Gauge(f"meshwright_{key}", description=f"{key} of a training run", tag_keys=("run",))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshwright.checkpoints import Checkpoints
@@ -60,8 +61,7 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
         stop = closing.enter_context(stop_signals())
         desk = _make_desk(ray)
         closing.callback(desk.close.remote)
-        directory = run.directory.absolute()
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = closing.enter_context(_folder_for_ray(run))
         job = uuid.uuid4().hex
         mark = directory / f".driver-{job}"  # by which the workers see whether they have the same folder
         mark.touch()
@@ -73,7 +73,7 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
             fit.start()
             if not _attend(ray, run, scale, desk, fit, console, stop):
                 committed = Checkpoints(run.directory / "checkpoints", 1).committed()
-                return Outcome(run.directory, committed[-1].step if committed else 0, stopped_by=stop.signal)
+                return Outcome(run.place, committed[-1].step if committed else 0, stopped_by=stop.signal)
             outcome = _outcome(run, fit)
             if outcome.stopped_by != MOVE:
                 return outcome
@@ -122,7 +122,7 @@ def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts
             name=directory.name,
             storage_path=str(directory.parent),
             failure_config=FailureConfig(max_failures=run.launch.max_failures),
-            callbacks=[_tell_of_failures(desk, run.launch.max_failures)],
+            callbacks=[_tell_of_failures(desk, run)],
             worker_runtime_env={"env_vars": {JOB: job, **environment}},
         ),
     )
@@ -189,6 +189,7 @@ def _attend(ray: Any, run: Run, scale: Scale, desk: Any, fit: _Fit, console: Con
             getattr(console, method)(*arguments)
         if news.failure is not None:
             console.close()
+            fit.join(_GONE_SECONDS)
             raise UserError(_in_words(news.failure, run))
         if not running:
             return True
@@ -213,13 +214,13 @@ def _outcome(run: Run, fit: _Fit) -> Outcome:
     value = fit.result.return_value
     if value is None:
         raise UserError("launch.kind = 'ray': the workers ended without training; their logs say why")
-    return Outcome(run.directory, value["step"], value["evaluation"], value["stopped_by"])
+    return Outcome(run.place, value["step"], value["evaluation"], value["stopped_by"])
 
 
 def _in_words(failure: Any, run: Run) -> str:
     if failure.mistake:
         return failure.text
-    log = run.directory / "workers" / f"worker_{failure.worker}.log"
+    log = f"{run.place}/workers/worker_{failure.worker}.log"
     where = f"worker {failure.worker}, on the node {failure.node}, failed, and all were stopped. Its log is {log}"
     return f"{where}\n{failure.text.rstrip()}"
 
@@ -230,7 +231,7 @@ def _last_failure(run: Run, error: BaseException) -> str:
     what = "; ".join(lines) or how(error)
     return (
         f"{what}; launch.max_failures = {run.launch.max_failures} is used up, and training stopped. The logs are in "
-        f"{run.directory / 'workers'}; the same command goes on from the last checkpoint"
+        f"{run.place}/workers; the same command goes on from the last checkpoint"
     )
 
 
@@ -246,11 +247,12 @@ def how(error: BaseException) -> str:
     return f"{kind}: {text[0]}" if text else kind
 
 
-def _tell_of_failures(desk: Any, most: int) -> Any:
+def _tell_of_failures(desk: Any, run: Run) -> Any:
+    import ray
     from ray.train import UserCallback
 
     class Teller(UserCallback):
-        """Says in the driver's terminal that workers start again."""
+        """Says in the driver's terminal that workers start again, and has Ray Train give up where they won't."""
 
         def __init__(self) -> None:
             self._count = 0
@@ -258,8 +260,10 @@ def _tell_of_failures(desk: Any, most: int) -> Any:
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             self._count += 1
             what = "; ".join(f"worker {rank}: {how(error)}" for rank, error in worker_exceptions.items())
-            again = "the workers start again" if self._count <= most else "training stops"
+            again = "the workers start again" if self._count <= run.launch.max_failures else "training stops"
             desk.say.remote([("note", (f"{what} (failure {self._count}): {again}",))])
+            if failure := ray.get(desk.failure.remote()):
+                raise RuntimeError(_in_words(failure, run))
 
     return Teller()
 
@@ -268,7 +272,22 @@ def _make_desk(ray: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0)(Desk).options(scheduling_strategy=here).remote()
+    # Its many calls would bury all else that Ray lists of the job's tasks.
+    return ray.remote(num_cpus=0, enable_task_events=False)(Desk).options(scheduling_strategy=here).remote()
+
+
+@contextmanager
+def _folder_for_ray(run: Run) -> Iterator[Path]:
+    """Where Ray Train writes: the run directory, but not the copy of a store, as what is there is uploaded."""
+    if is_remote(run.run_dir):
+        with TemporaryDirectory(prefix="meshwright-ray-", ignore_cleanup_errors=True) as scratch:
+            directory = Path(scratch, run.name)
+            directory.mkdir()
+            yield directory
+        return
+    directory = run.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    yield directory
 
 
 @contextmanager

@@ -263,6 +263,7 @@ def _write_to_log(run: Run, rank: int) -> None:
     with path.open("ab") as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {node()}, process {os.getpid()}\n".encode())
         log.flush()
+        print(f"All else that this worker writes is in {path.absolute()}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for descriptor in (1, 2):

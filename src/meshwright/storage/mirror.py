@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -160,6 +161,7 @@ class Mirror(Reader):
     def __init__(self, url: str, group: Group = ALONE, note: Callable[[str], None] = lambda _: None):
         super().__init__(url)
         self._group = group
+        self._log = f"workers/worker_{group.rank}.log"
         self._pushed: dict[str, tuple[int, int]] = {}
         self._training = open(self.copy / _TRAINING, "w")  # noqa: SIM115  (closed in __exit__)
         self._lease: Lease | None = None
@@ -275,11 +277,10 @@ class Mirror(Reader):
 
     def _go_on_with_log(self) -> None:
         # It is being written to already, so what is in the store comes before it in the same file.
-        name = f"workers/worker_{self._group.rank}.log"
-        content, path = self.store.read(name), self.copy / name
+        content, path = self.store.read(self._log), self.copy / self._log
         if content and path.is_file() and not (words := path.read_bytes()).startswith(content):
             with path.open("r+b") as file:
-                file.write(content + words)
+                file.write(content + _beyond(content, words))
 
     def _set_aside(self, name: str) -> None:
         # Damaged, or it would have been gone on from.
@@ -311,7 +312,8 @@ class Mirror(Reader):
             name = path.relative_to(self.copy).as_posix()
             if _OF_THE_COPY.search(name):
                 continue
-            if not self._group.is_primary and name != f"workers/worker_{self._group.rank}.log":
+            # Another worker uploads its log itself; what is here of it may be of a time when it was on this machine.
+            if name != self._log and (name.startswith("workers/") or not self._group.is_primary):
                 continue
             facts = path.stat()
             if self._pushed.get(name) != (facts.st_mtime_ns, facts.st_size):
@@ -319,6 +321,13 @@ class Mirror(Reader):
                 changed[name] = path
         for name, path in changed.items():
             self.store.write(name, path.read_bytes())
+
+
+def _beyond(earlier: bytes, log: bytes) -> bytes:
+    """The lines of a log but for those that it has from another one, which was gone on with elsewhere."""
+    lines = log.splitlines(keepends=True)
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(earlier.splitlines(keepends=True), lines, strict=False))
+    return b"".join(lines[len(list(common)) :])
 
 
 def _replace(path: Path, content: bytes) -> None:

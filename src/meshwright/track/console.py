@@ -23,7 +23,7 @@ _PREPARE_SECONDS = 5.0
 class Summary:
     """What a finished run came to."""
 
-    run_dir: Path
+    run_dir: Path | str
     step: int
     """Steps done, those before a resume included."""
     seconds: float
