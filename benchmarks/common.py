@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,12 @@ def machine(*packages: str) -> dict[str, Any]:
         "system": platform.platform(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
+
+
+def card() -> str:
+    """The card, asked for in a process that goes away again and gives its memory back."""
+    code = "import jax; print(jax.devices()[0].device_kind)"
+    return subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1]
 
 
 def write_results(name: str, measured_on: dict[str, Any], figures: dict[str, Any]) -> Path:

@@ -3,12 +3,14 @@
     python benchmarks/gpu_check.py      writes results/gpu_check.json; ends with 1 where something is off
     python benchmarks/gpu_check.py --checks "…;…"     some of all: results/gpu_check_some.json
 
-Four checks, on one NVIDIA GPU:
+The file is written after each case, so that a run that is cut has left what it found. Five checks, on one NVIDIA GPU:
 
 - gradients of small models in bfloat16, with the fast paths and without, against float32 without: the norm of the
   difference of all gradients as a share of their norm. With the fast paths it may be a tenth larger than without. The
   gradient of the keys' bias is told apart: it is zero but for rounding, whatever the rest.
 - 300 steps on Python sources, with and without: the means of the last 50 losses may differ by 0.02.
+- the same steps in bfloat16 and with `train.float8`: the means of the last 50 losses may differ by 0.05, which is 1% to
+  2% of what they fall; and means of ten do somewhere, or it wasn't float8.
 - `meshwright train` with `train.deterministic`, twice, one of the two killed and started again: all losses are equal;
   and twice without it, where they aren't.
 - decode: scores of tokens that go through a model one by one, in bfloat16 with the kernels for that and without,
@@ -24,14 +26,15 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from common import machine, write_results
+from common import card, machine, write_results
 
 SMALL = {"layers": 2, "width": 256, "heads": 4, "context_length": 512, "vocab_size": 1003}
 LLAMA = {**SMALL, "preset": "llama-tiny", "kv_heads": 2, "head_width": 64, "ffn_width": 512}
@@ -42,10 +45,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, windows": {**LLAMA, "window": 64, "global_every": 2},
 }
 TEXT_MODELS = ("gpt2-mini", "llama-mini")
+TEXT_STEPS = 300
 STEPS, KILLED_AT = 60, 35
 EXACT = {"xla_gpu_autotune_level": 0}  # in float32 the search for the fastest products would take minutes
 DECODED = 100, 300  # the places of the tokens that go one by one
 DECODED_MODELS = [("llama-1b", 1), ("llama-1b", 32), ("gpt2", 5), ("qwen2.5-0.5b", 5), ("qwen3-0.6b", 5)]
+Cases = Iterator[tuple[str, Any]]  # of a check: each with its figures
 RUN_FILE = """
 run_dir = "{folder}/{name}"
 [data]
@@ -110,78 +115,90 @@ def gradients(model: dict[str, Any], dtype: str, documents: bool) -> tuple[np.nd
     return np.concatenate(parts[False]).astype(np.float64), np.concatenate(parts[True]).astype(np.float64)
 
 
-def gradient_errors() -> dict[str, dict[str, float]]:
+def gradient_errors() -> Cases:
     """For each model, how far its gradients are off, with the fast paths and without."""
-    found = {}
     for name, model in MODELS.items():
         documents = "documents" in name
         with plain_paths():
             (exact, _), (plain, plain_bias) = (gradients(model, one, documents) for one in ("float32", "bfloat16"))
         fast, fast_bias = gradients(model, "bfloat16", documents)
         size = np.linalg.norm(exact)
-        found[name] = {
+        figures = {
             "fast": float(np.linalg.norm(fast - exact) / size),
             "plain": float(np.linalg.norm(plain - exact) / size),
             "between": float(np.linalg.norm(fast - plain) / size),
             "bias_of_keys_fast": float(np.linalg.norm(fast_bias) / size),
             "bias_of_keys_plain": float(np.linalg.norm(plain_bias) / size),
         }
-        print("gradients", name, found[name], flush=True)
-    return found
+        yield name, figures
 
 
-def text_losses(preset: str, text: np.ndarray) -> list[float]:
-    """Losses of 300 steps on bytes of text."""
+@cache
+def stdlib_bytes() -> np.ndarray:
+    """Python's sources as token ids."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return np.frombuffer(b"\0".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
+
+
+def text_losses(preset: str, *, float8: bool = False) -> np.ndarray:
+    """Losses of 300 steps on Python's sources."""
     from meshwright.config import make_run
     from meshwright.data.examples import Batch
     from meshwright.engines.jax.engine import JaxEngine
 
-    train = {"steps": 300, "batch_size": 16, "sequence_length": 512}
+    train = {"steps": TEXT_STEPS, "batch_size": 16, "sequence_length": 512, "compute_dtype": "bfloat16"}
+    train |= {"float8": float8}
     model = {"preset": preset, "vocab_size": 257, "context_length": 512}
-    schedule = {"warmup_steps": 30}
+    schedule = {"warmup_steps": TEXT_STEPS // 10}
     run = make_run({"data": {"train": "none"}, "model": model, "schedule": schedule, "train": train})
     engine, random, losses = JaxEngine(run, run.model.spec), np.random.default_rng(0), []
-    weights = np.ones((16, 512), np.float32)
-    for _ in range(300):
+    text, weights = stdlib_bytes(), np.ones((16, 512), np.float32)
+    for _ in range(TEXT_STEPS):
         starts = random.integers(0, len(text) - 513, 16)
         rows = np.stack([text[start : start + 513] for start in starts])
         losses.append(engine.train_step(Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), weights))["loss"])
-    return [float(loss) for loss in losses]
+    return np.array([float(loss) for loss in losses])
 
 
-def losses_on_text() -> dict[str, dict[str, float]]:
+def losses_on_text() -> Cases:
     """For each model, the ends of both curves and how they differ."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = np.frombuffer(b"\0".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
-    found = {}
     for preset in TEXT_MODELS:
-        fast = np.array(text_losses(preset, text))
+        fast = text_losses(preset)
         with plain_paths():
-            plain = np.array(text_losses(preset, text))
-        found[preset] = {
+            plain = text_losses(preset)
+        figures = {
             "fast_last_50": float(fast[-50:].mean()),
             "plain_last_50": float(plain[-50:].mean()),
             "mean_difference": float(np.abs(fast - plain).mean()),
             "largest_difference": float(np.abs(fast - plain).max()),
         }
-        print("text", preset, found[preset], flush=True)
-    return found
+        yield preset, figures
 
 
-def decode_errors() -> dict[str, dict[str, float]]:
+def losses_in_float8() -> Cases:
+    """For each model, the ends of its curves in bfloat16 and in float8, and how they differ."""
+    for preset in TEXT_MODELS:
+        curves = {"bfloat16": text_losses(preset), "float8": text_losses(preset, float8=True)}
+        tens = [losses.reshape(-1, 10).mean(axis=1) for losses in curves.values()]
+        figures = {
+            **{f"{name}_last_50": float(losses[-50:].mean()) for name, losses in curves.items()},
+            "largest_difference_of_tens": float(np.abs(tens[0] - tens[1]).max()),
+        }
+        yield preset, figures
+
+
+def decode_errors() -> Cases:
     """For each model and batch, how far scores are off where tokens go one by one after a prompt."""
-    found = {}
     for preset, texts in DECODED_MODELS:
         with plain_paths():
             exact, plain = (token_scores(preset, texts, one) for one in ("float32", "bfloat16"))
-        fast, size, name = token_scores(preset, texts, "bfloat16"), np.linalg.norm(exact), f"{preset}, {texts} texts"
-        found[name] = {
+        fast, size = token_scores(preset, texts, "bfloat16"), np.linalg.norm(exact)
+        figures = {
             "fast": float(np.linalg.norm(fast - exact) / size),
             "plain": float(np.linalg.norm(plain - exact) / size),
             "between": float(np.linalg.norm(fast - plain) / size),
         }
-        print("decode", name, found[name], flush=True)
-    return found
+        yield f"{preset}, {texts} texts", figures
 
 
 def token_scores(preset: str, texts: int, dtype: str) -> np.ndarray:
@@ -226,7 +243,7 @@ def start(command: str, run_file: Path, platform: dict[str, str] | None = None) 
     return subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL)
 
 
-def deterministic_runs() -> dict[str, Any]:
+def deterministic_runs() -> Cases:
     """Losses of two runs that should be equal, of which one was killed, and of two that needn't be."""
     with tempfile.TemporaryDirectory() as folder:
         files = {}
@@ -250,14 +267,10 @@ def deterministic_runs() -> dict[str, Any]:
         processes["killed"] = start("train", files["killed"])
         codes = [process.wait(timeout=300) for process in processes.values()]
         found = {name: losses(name) for name in files}
-    result = {
-        "killed_at": reached,
-        "was_killed": code == -signal.SIGKILL and not any(codes),
-        "equal": found["whole"] == found["killed"] and len(found["whole"]) == STEPS,
-        "equal_without": found["free"] == found["free too"],
-    }
-    print("deterministic", result, flush=True)
-    return result
+    yield "killed_at", reached
+    yield "was_killed", code == -signal.SIGKILL and not any(codes)
+    yield "equal", found["whole"] == found["killed"] and len(found["whole"]) == STEPS
+    yield "equal_without", found["free"] == found["free too"]
 
 
 def off(name: str, found: dict[str, Any]) -> list[str]:
@@ -266,13 +279,17 @@ def off(name: str, found: dict[str, Any]) -> list[str]:
         return [] if found["was_killed"] and found["equal"] and not found["equal_without"] else [name]
     if name == "text":
         return [model for model, t in found.items() if not abs(t["fast_last_50"] - t["plain_last_50"]) < 0.02]
+    if name == "float8":
+        gaps = {model: abs(t["float8_last_50"] - t["bfloat16_last_50"]) for model, t in found.items()}
+        return [model for model, t in found.items() if not (gaps[model] < 0.05 and t["largest_difference_of_tens"] > 0)]
     return [model for model, e in found.items() if not (e["fast"] < 1.1 * e["plain"] and e["between"] > 0)]
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[[], Cases]] = {
     "deterministic": deterministic_runs,  # first: the others have this process take most of the card's memory
     "gradients": gradient_errors,
     "text": losses_on_text,
+    "float8": losses_in_float8,
     "decode": decode_errors,
 }
 
@@ -284,12 +301,13 @@ def main() -> None:
     wanted = parser.parse_args().checks.split(";")
     if unknown := set(wanted) - set(CHECKS):
         parser.error(f"--checks {', '.join(sorted(unknown))}: there are {', '.join(CHECKS)}")
-    measured_on = machine("jax", "flax", "optax")
-    found = {name: check() for name, check in CHECKS.items() if name in wanted}
-    import jax
-
-    measured_on["card"] = jax.devices()[0].device_kind
-    write_results("gpu_check" if wanted == list(CHECKS) else "gpu_check_some", measured_on, found)
+    measured_on = {**machine("jax", "flax", "optax"), "card": card()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, check in CHECKS.items():
+        for case, figures in check() if name in wanted else ():
+            found.setdefault(name, {})[case] = figures
+            print(name, case, figures, flush=True)
+            write_results("gpu_check" if wanted == list(CHECKS) else "gpu_check_some", measured_on, found)
     wrong = [one for name, of_check in found.items() for one in off(name, of_check)]
     if wrong:
         sys.exit(f"off: {', '.join(wrong)}")

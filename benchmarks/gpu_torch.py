@@ -1,6 +1,7 @@
 """The PyTorch engine on one GPU: beside the step that tutorials teach, and beside the trainer of `transformers`.
 
-    python benchmarks/gpu_torch.py     writes results/gpu_torch.json; --cases and --sides take some of all
+    python benchmarks/gpu_torch.py                writes results/gpu_torch.json
+    python benchmarks/gpu_torch.py --cases "…;…"  takes some of all: results/gpu_torch_some.json
 
 The shape of Qwen2.5-0.5B with random weights, bfloat16, AdamW, clipping, random token ids over the whole vocabulary.
 Each side of each case is a process of its own that has the card to itself; it compiles, and is timed over windows of
@@ -168,8 +169,7 @@ def with_rates(name: str, row: dict[str, Any], card: str) -> dict[str, Any]:
 def main() -> None:
     """Measure, write the results, print them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default=";".join(CASES), help="some of them, with ';' between")
-    parser.add_argument("--sides", default="ours;tutorial;trainer", help="some of them, with ';' between")
+    parser.add_argument("--cases", help="some of them, with ';' between")
     parser.add_argument("--side", help="(the script calls itself with this)")
     arguments = parser.parse_args()
     if arguments.side:
@@ -178,16 +178,18 @@ def main() -> None:
     code = "import torch; print(torch.cuda.get_device_name(0))"
     card = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
     measured_on = {**machine("torch", "transformers"), "card": card}
-    results: dict[str, Any] = {name: {"rows": CASES[name][0], "time": CASES[name][1]} for name in CASES}
-    for name in arguments.cases.split(";"):
-        for side in [side for side in arguments.sides.split(";") if side in SIDES[name]]:
+    names = arguments.cases.split(";") if arguments.cases else list(CASES)
+    results: dict[str, Any] = {name: {"rows": CASES[name][0], "time": CASES[name][1]} for name in names}
+    for name in names:
+        for side in SIDES[name]:
             command = [sys.executable, __file__, "--side", side, "--cases", name]
             done = subprocess.run(command, capture_output=True, text=True)
             lines = done.stdout.splitlines()
             row = json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
             results[name][side] = with_rates(name, row, card)
             print(name, side, results[name][side], flush=True)
-            write_results("gpu_torch", measured_on, {"cases": results})
+            # Some cases never take the place of the file with all.
+            write_results("gpu_torch_some" if arguments.cases else "gpu_torch", measured_on, {"cases": results})
 
 
 if __name__ == "__main__":

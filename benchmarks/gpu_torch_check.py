@@ -8,7 +8,7 @@ Small models of each dense family, random token ids, four steps in two micro-bat
 - in bfloat16 and in float32: losses may differ by 2%;
 - `train.deterministic`, twice: the losses are equal.
 
-And one model that learns from pairs of answers (DPO), in the same ways; its losses begin at log 2 and leave it.
+And one model that learns from pairs of answers (DPO), which are never recorded; its losses begin at log 2 and leave it.
 """
 
 import json
@@ -97,24 +97,27 @@ def compared(model: dict[str, Any], pairs: bool) -> tuple[dict[str, Any], bool]:
 
 def main() -> None:
     """Check, write the results, and say what is off."""
-    rows, off = {}, []
+    measured_on = {
+        **machine("torch", "transformers"),
+        "card": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+    }
+    rows: dict[str, Any] = {}
+    off = []
     with tempfile.TemporaryDirectory() as folder:
         write_llama(folder)
-        for name, model in {**FAMILIES, "llama, pairs": {"init": f"hf:{folder}"}}.items():
+        for name, model in {"llama, pairs": {"init": f"hf:{folder}"}, **FAMILIES}.items():
             try:
                 rows[name], is_right = compared(model, name.endswith("pairs"))
             except Exception as error:
                 rows[name], is_right = {"error": f"{type(error).__name__}: {error}"[:400]}, False
             off += [] if is_right else [name]
             print(name, json.dumps(rows[name]), flush=True)
+            write_results("gpu_torch_check", measured_on, rows)
+    # Last, as PyTorch stays deterministic from then on.
     twice = [losses(FAMILIES["llama"], dtype="bfloat16", deterministic=True) for _ in range(2)]
     rows["deterministic"] = {"equal": twice[0] == twice[1]}
     print(rows["deterministic"], flush=True)
     off += [] if twice[0] == twice[1] else ["deterministic"]
-    measured_on = {
-        **machine("torch", "transformers"),
-        "card": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
-    }
     write_results("gpu_torch_check", measured_on, rows)
     if off:
         sys.exit(f"off: {', '.join(off)}")

@@ -4,14 +4,16 @@
     python benchmarks/gpu_train.py --cases "…;…"  takes some of all: results/gpu_train_some.json
     python benchmarks/gpu_train.py --program     the whole program beside its bare step: results/gpu_program.json
 
-bfloat16, AdamW, clipping, random token ids over the whole vocabulary. Each side is a process of its own that has the
-card to itself; it compiles, takes some steps, and then is timed over windows of ten steps, the device synchronised
-before and after each: the median window counts. `program` is the whole of `meshwright train` on text of this machine,
-with its loader, a record every 10 steps and a checkpoint every 100: the time between two of its records by the clock
-of the process that started it, over two checkpoints, of which neither is the first, for which things are compiled.
+bfloat16, AdamW, clipping, random token ids over the whole vocabulary; `float8` is the engine's step with
+`train.float8`. Each side is a process of its own that has the card to itself; it compiles, takes some steps, and then
+is timed over windows of ten steps, the device synchronised before and after each: the median window counts. `program`
+is the whole of `meshwright train` on text of this machine, with its loader, a record every 10 steps and a checkpoint
+every 200: the time between two of its records, 200 steps apart, by the clock of the process that started it. Between
+them is one checkpoint, which isn't the first, for which things are compiled.
 
 MFU is the share of the card's peak (`meshwright.engines.peaks`) of the operations that training on a token needs:
-6 P + 12 L H Q T (`meshwright.engines.flops.training_flops`), experts that a token doesn't pass left out.
+6 P + 12 L H Q T (`meshwright.engines.flops.training_flops`), experts that a token doesn't pass left out. The peak is
+that of bfloat16, of `float8` too.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, write_results
+from common import card, machine, write_results
 
 GPT2 = {"family": "gpt2", "vocab": 50257, "time": 1024}
 LLAMA = {"family": "llama", "preset": "llama-1b", "vocab": 128256, "width": 2048, "layers": 16, "heads": 32}
@@ -41,36 +43,40 @@ CASES: dict[str, dict[str, Any]] = {
 SIDES = {
     "gpt2-124m": ["ours", "torch", "tutorial"],
     "gpt2-350m": ["ours", "torch"],
-    "llama-1b": ["ours", "torch"],
+    "llama-1b": ["ours", "float8", "torch"],
     "llama-1b, T 16384": ["ours"],
     "moe-1b": ["ours"],
 }
 PROGRAM_SIDES = {"gpt2-124m": ["ours", "program"], "llama-1b": ["ours", "program"]}
 STEPS, WINDOWS = 10, 4
-PROGRAM_STEPS = (150, 350)
+PROGRAM_STEPS = (210, 410)
 
 
-def our_run(case: dict[str, Any]) -> Any:
+def our_run(case: dict[str, Any], *, float8: bool = False) -> Any:
     """The run file of a case."""
     from meshwright.config import make_run
 
     model = {"preset": case["preset"], "vocab_size": case["vocab"], "context_length": case["time"]}
-    sizes = {"batch_size": case["batch"], "sequence_length": case["time"]}
+    train = {"batch_size": case["batch"], "sequence_length": case["time"], "steps": PROGRAM_STEPS[1]}
+    train |= {"compute_dtype": "bfloat16", "float8": float8}
     optimizer = {"learning_rate": 3e-4}
-    return make_run(
-        {"data": {"train": "x"}, "model": model, "optimizer": optimizer, "train": {"steps": PROGRAM_STEPS[1], **sizes}}
-    )
+    return make_run({"data": {"train": "x"}, "model": model, "optimizer": optimizer, "train": train})
 
 
-def our_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], Any]:
+def our_step(case: dict[str, Any], *, float8: bool = False) -> Callable[[np.ndarray, np.ndarray], Any]:
     """The engine's step, with nothing around it."""
     from meshwright.data.examples import Batch
     from meshwright.engines.jax.engine import JaxEngine
 
-    run = our_run(case)
+    run = our_run(case, float8=float8)
     engine = JaxEngine(run, run.model.spec)
     weights_BT = np.ones((case["batch"], case["time"]), np.float32)
     return lambda inputs, targets: engine.train_step(Batch(inputs, targets, weights_BT))["loss"]
+
+
+def float8_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], Any]:
+    """The same with the products of the blocks' linear maps in float8."""
+    return our_step(case, float8=True)
 
 
 def torch_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], Any]:
@@ -93,6 +99,9 @@ def tutorial_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], An
     return tutorial_gpt2.make_step(case)
 
 
+STEPS_OF = {"ours": our_step, "float8": float8_step, "torch": torch_step, "tutorial": tutorial_step}
+
+
 def work(side: str, names: list[str]) -> None:
     """A side's process: time steps of each case, and print what came out."""
     import gc
@@ -103,7 +112,7 @@ def work(side: str, names: list[str]) -> None:
         tokens = np.random.default_rng(0).integers(0, case["vocab"], size, dtype=np.int32)
         batches = [(ids[:, :-1].copy(), ids[:, 1:].copy()) for ids in tokens]
         started = time.perf_counter()
-        step = {"ours": our_step, "torch": torch_step, "tutorial": tutorial_step}[side](case)
+        step = STEPS_OF[side](case)
         first = float(step(*batches[0]))
         compiled = time.perf_counter() - started
         print(json.dumps({"first_step_s": compiled, "first_loss": first, **timed(step, batches)}), flush=True)
@@ -185,7 +194,8 @@ log_every = 10
 eval_every = 0
 sample_every = 0
 [checkpoint]
-every = 100
+every = 200
+keep = 1
 """
 
 
@@ -217,12 +227,6 @@ def with_rates(name: str, row: dict[str, Any], peak: float | None) -> dict[str, 
     return {**row, "tokens_per_s": speed, "tflop_per_s": flops / 1e12, **({"mfu": flops / peak} if peak else {})}
 
 
-def card() -> str:
-    """The card, asked for in a process that goes away again and gives its memory back."""
-    code = "import jax; print(jax.devices()[0].device_kind)"
-    return subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1]
-
-
 def main() -> None:
     """Measure, write the results, print them."""
     parser = argparse.ArgumentParser()
@@ -243,8 +247,10 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the card is the sides'
-    for side in ("ours", "torch", "tutorial", "program"):
-        for name, row in measure(side, [name for name in names if side in plan[name]]):
+    for side in (*STEPS_OF, "program"):
+        if not (of_side := [name for name in names if side in plan[name]]):
+            continue
+        for name, row in measure(side, of_side):
             results[name]["sides"][side] = with_rates(name, row, peak)
             print(name, side, results[name]["sides"][side], flush=True)
             write_results(name_of_results(arguments), measured_on, {"peak_flops": peak, "cases": results})

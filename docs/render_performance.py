@@ -149,6 +149,7 @@ def gpu_train(results: dict[str, Any]) -> str:
     """Training on a GPU, side by side; what wasn't measured is left out."""
     names = {
         "ours": "the engine's step",
+        "float8": "the engine's step, float8",
         "program": "`meshwright train`",
         "torch": "PyTorch",
         "tutorial": "tutorial's step",
@@ -251,6 +252,26 @@ def gpu_scale(results: dict[str, Any]) -> str:
     return table(["", "rows", "a step, ms", ""], rows)
 
 
+def gpu_torch_some(results: dict[str, Any]) -> str:
+    """Some of the cases by themselves."""
+    return gpu_torch(results)
+
+
+def gpu_float8(results: dict[str, Any]) -> str:
+    """Products in float8 beside those in bfloat16."""
+    return gpu_train(results)
+
+
+def second_start(results: dict[str, Any]) -> str:
+    """What compiling takes with the cache empty, and with what the first start left there."""
+    rows = []
+    for case, starts in results["cases"].items():
+        for name, row in starts.items():
+            seconds = [f"{row[key]:.1f}" for key in ("trace_s", "compile_s", "to_second_loss_s")]
+            rows.append([f"{case}, {name} start", *seconds, str(row["programs_read"])])
+    return table(["", "trace and lower, s", "compile or read, s", "to the second loss, s", "programs read"], rows)
+
+
 def gpu_qlora(results: dict[str, Any]) -> str:
     """Full fine-tuning, LoRA and QLoRA side by side."""
     rows = []
@@ -306,6 +327,9 @@ MAKERS = (
     gpu_train_some,
     gpu_program,
     gpu_torch,
+    gpu_torch_some,
+    gpu_float8,
+    second_start,
     gpu_qlora,
     gpu_scale,
     gpu_parts,

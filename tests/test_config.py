@@ -71,6 +71,10 @@ MISTAKES = [
     ({"launch": {"kind": "ray", "topology": "4"}}, r"launch\.topology = '4': must be the shape of a TPU slice"),
     ({"launch": {"kind": "ray", "topology": "4x4"}}, r"launch\.topology = '4x4': needs launch\.accelerator"),
     ({"launch": {"kind": "ray", "start_timeout": 0.0}}, r"launch\.start_timeout = 0\.0: must be greater than 0"),
+    (
+        {"train": {"float8": True, "compute_dtype": "float32"}},
+        r"train\.float8 = true: needs activations in bfloat16, and .* is \"float32\"; set that to",
+    ),
     ({"train": {"remat": "some"}}, r"train\.remat = 'some': must be 'none', 'full' or 'products'"),
     (
         {"model": {"preset": "moe-tiny", "experts": 2, "experts_per_token": 3}},
@@ -153,4 +157,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) + count(MixedSource) + count(WeightFrom) == 149
+    assert count(Run) + count(MixedSource) + count(WeightFrom) == 150

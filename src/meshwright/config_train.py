@@ -125,6 +125,8 @@ class TrainSection(Section):
     """What to do when a loss or a gradient isn't finite: stop, or leave that update out."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of activations; parameters stay float32. `auto`: bfloat16 on an accelerator, float32 on a CPU."""
+    float8: bool = False
+    """Whether the linear maps of the blocks multiply in float8; JAX, in bfloat16, on GPUs since Ada and Hopper."""
     scan_layers: bool = False
     """One compiled layer in a loop (compiles fast) in place of unrolled ones (run fast)."""
     remat: Literal["none", "full", "products"] = "none"
@@ -133,6 +135,15 @@ class TrainSection(Section):
     """Whether one GPU gives the same losses to the last bit in each run, and after a resume. CPUs always do."""
     compile_cache: str = "auto"
     """Folder of compiled programs, for the next start; `auto`: the user's cache, if one process has GPUs; or `off`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.float8 and self.compute_dtype == "float32":
+            raise ValueError(
+                'float8 = true: needs activations in bfloat16, and train.compute_dtype is "float32"; set that to '
+                '"bfloat16", or leave float8 out'
+            )
+        return self
 
 
 class CheckpointSection(Section):

@@ -26,6 +26,7 @@ from meshwright.engines.jax.pipeline import bubble
 from meshwright.engines.jax.program import Program, compute_dtype
 from meshwright.engines.jax.rules import ACTIVATIONS, PARAMETERS
 from meshwright.engines.jax.state import StatePlan, plan_state
+from meshwright.engines.jax.step import uses_float8
 from meshwright.engines.jax.trained import model_of
 from meshwright.models.decoder import Decoder, active_parameter_count
 from meshwright.models.spec import ModelSpec
@@ -180,7 +181,8 @@ def _layout(plan: Plan) -> Rows:
     if (stages := mesh.sizes["pipeline"]) > 1:
         ticks = f"({stages} - 1) / ({mesh.accumulate} micro-batches x {mesh.rounds} + {stages} - 1)"
         rows.append(("bubble", f"{plan.bubble:.1%} of a stage's time: {ticks}"))
-    return [*rows, ("computes in", plan.dtype.name)]
+    products = ", products in float8" if uses_float8(run, plan.dtype) else ""
+    return [*rows, ("computes in", f"{plan.dtype.name}{products}")]
 
 
 def _cuts(plan: Plan, axis: str) -> str:

@@ -7,7 +7,7 @@ import site
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray sets its own
 
 
+def is_own_cluster() -> bool:
+    """Whether this process has started the cluster that it is connected to, which then ends with it."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
+
+
 def package_path() -> dict[str, str]:
     """`PYTHONPATH` for other processes, where this package isn't installed but lies in a folder of its own."""
     folder = str(Path(__file__).parents[2])
@@ -75,6 +83,7 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         many = max(cpus, os.cpu_count() or 1)
         ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
+        _start_early()
         return
     try:
         _reach(address)
@@ -87,6 +96,14 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
             f"launch.address = {address!r}: no Ray cluster answers there ({why}); give the address that `ray start "
             "--head` shows, or leave out the key (and RAY_ADDRESS) for one on this machine"
         ) from None
+
+
+def _start_early() -> None:
+    # Ray Train's controller would begin with this once it is there itself, and wait.
+    with suppress(ImportError):
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
+
+        coordinator.get_or_create_autoscaling_coordinator()
 
 
 def _reach(address: str) -> None:

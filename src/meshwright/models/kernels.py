@@ -42,10 +42,15 @@ def applies(x: jax.Array) -> bool:
     return capability() >= LEAST_CAPABILITY and x.shape[-1] <= _WIDEST and layout().rows_are_whole(x.shape[0])
 
 
-@cache
 def capability() -> float:
     """The compute capability of the devices here, if kernels can be compiled for them; else 0."""
-    if triton is None or jax.default_backend() != "gpu":
+    return 0.0 if triton is None else compute_capability()
+
+
+@cache
+def compute_capability() -> float:
+    """The compute capability of the devices here; 0: they have none."""
+    if jax.default_backend() != "gpu":
         return 0.0
     try:
         return float(jax.local_devices()[0].compute_capability)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models import gradients
+from meshwright.models import float8, gradients
 from meshwright.models.layout import layout
 
 
@@ -55,7 +55,7 @@ class Linear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """The same without the bias."""
-        y = checkpoint_name(gradients.linear(x, self.kernel[...]), "product")
+        y = _product(x, self.kernel[...])
         return y if self.lora is None else y + self.lora(x)
 
     def whole_kernel(self) -> jax.Array:
@@ -66,7 +66,8 @@ class Linear(nnx.Module):
 def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """Several linear maps of one input as a single, wider matrix product, where this pays.
 
-    The layout may say that it doesn't. On a GPU, taking the result apart costs more than the wider product saves.
+    The layout may say that it doesn't. On a GPU, taking the result apart costs more than the wider product saves. In
+    float8 maps would share scales in the backward pass, and what they get would depend on the layout.
 
     Arguments:
         x: `[..., fan_in]`.
@@ -75,10 +76,11 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     Returns:
         For each map its output, `[..., fan_out]`.
     """
-    if len(linears) > 1 and (not layout().fuse_linear or jax.default_backend() == "gpu"):
+    apart = not layout().fuse_linear or float8.in_use() or jax.default_backend() == "gpu"
+    if apart and len(linears) > 1:
         return [fused_linear(x, linear)[0] for linear in linears]
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
-    y = checkpoint_name(gradients.linear(x, kernel), "product")
+    y = _product(x, kernel)
     biases = [linear.bias[...] for linear in linears if linear.bias is not None]
     if biases:
         y = gradients.add_bias(y, jnp.concatenate(biases))
@@ -88,6 +90,11 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
         borders.append(start)
     parts = zip(jnp.split(y, borders, axis=-1), linears, strict=True)
     return [part if linear.lora is None else part + linear.lora(x) for part, linear in parts]
+
+
+def _product(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    multiply = float8.linear if float8.in_use() else gradients.linear
+    return checkpoint_name(multiply(x, kernel_IO), "product")
 
 
 class LayerNorm(nnx.Module):

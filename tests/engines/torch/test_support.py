@@ -28,6 +28,7 @@ def make_run(**sections):
         ({"mesh": {"expert": 2}}, "mesh.expert = 2"),
         ({"optimizer": {"kind": "muon"}}, "optimizer.kind = 'muon': the PyTorch engine has adamw and lion"),
         ({"train": {"scan_layers": True}}, "train.scan_layers = true"),
+        ({"train": {"float8": True}}, "train.float8 = true: the PyTorch engine multiplies in the compute type alone"),
         (
             {"launch": {"devices_per_worker": 2}},
             "launch.devices_per_worker = 2: a process of the PyTorch",

@@ -21,7 +21,7 @@ from meshwright.engines.jax.memory_check import fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
-from meshwright.engines.jax.step import Metric, Params
+from meshwright.engines.jax.step import Metric, Params, uses_float8
 from meshwright.engines.jax.trained import Merged
 from meshwright.engines.peaks import peak_flops
 from meshwright.errors import UserError
@@ -72,7 +72,8 @@ class JaxEngine:
         if spec.experts:
             self.active_parameters = active_parameter_count(spec)
         self.token_seconds = _token_seconds(program)
-        self.description = f"{_devices()}, {jnp.dtype(program.dtype).name}{_mesh_in_words(program.mesh.sizes)}"
+        products = ", products in float8" if uses_float8(run, program.dtype) else ""
+        self.description = f"{_devices()}, {program.dtype.name}{products}{_mesh_in_words(program.mesh.sizes)}"
         self.identity = {
             "model": getattr(model, "__qualname__", repr(model)),
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",

@@ -18,6 +18,8 @@ from meshwright.engines.jax.sharding import MeshLayout
 from meshwright.engines.jax.state import ModelMaker, plan_state
 from meshwright.engines.jax.step import Metric, Params, make_eval_step, make_loss, make_train_step
 from meshwright.engines.jax.trained import base_fingerprint, model_of
+from meshwright.errors import UserError
+from meshwright.models import float8, kernels
 from meshwright.models.layout import Layout, use_layout
 from meshwright.models.spec import ModelSpec
 
@@ -34,7 +36,7 @@ class Program:
         model, optimizer, metrics, training: see `meshwright.engines.jax.engine.JaxEngine`.
 
     Raises:
-        UserError: the mesh fits neither the devices nor the model or the batch.
+        UserError: the mesh fits neither the devices nor the model or the batch, or there is no float8 to train in.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Program:
         use_compile_cache(run)
         self.mesh = run_mesh = make_run_mesh(run, spec, training=training)
         self.dtype = compute_dtype(run)
+        if training and run.train.float8:
+            check_float8(run, self.dtype)
         schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
         averages = optimizer is None and run.optimizer.kind == "schedule_free"  # then evaluation needs its state
         optimizer = optimizer or (make_optimizer(run) if training or averages else optax.identity())
@@ -125,6 +129,25 @@ def compute_dtype(run: Run) -> Any:
     if run.train.compute_dtype != "auto":
         return jnp.dtype(run.train.compute_dtype)
     return jnp.dtype(np.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def check_float8(run: Run, dtype: jnp.dtype) -> None:
+    """Refuse to train in float8 where the type of activations or the devices don't allow it.
+
+    Raises:
+        UserError: they don't.
+    """
+    if dtype.itemsize != 2:
+        raise UserError(
+            "train.float8 = true: needs activations in bfloat16, and train.compute_dtype = "
+            f'"{run.train.compute_dtype}" is {dtype.name} on a {jax.default_backend()}; set that to "bfloat16", or '
+            "leave float8 out"
+        )
+    if not float8.is_here():
+        raise UserError(
+            f"train.float8 = true: needs GPUs of compute capability {float8.LEAST_CAPABILITY} or more; that of "
+            f"{jax.devices()[0].device_kind} is {kernels.compute_capability() or 'not known'}; leave it out"
+        )
 
 
 def _laid(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.pipeline import pipelined
 from meshwright.engines.jax.trained import Trained
 from meshwright.errors import UserError
+from meshwright.models import float8
 from meshwright.models.layout import layout
 from meshwright.models.routing import Routing, keep_untrained
 from meshwright.models.spec import ModelSpec
@@ -47,6 +48,14 @@ def loss_chunk(vocab: int) -> int:
 def scans_layers(run: Run) -> bool:
     """Whether layers are a loop: where they are to be, and where a GPU is to be deterministic (see `Program`)."""
     return run.train.scan_layers or (run.train.deterministic and jax.default_backend() == "gpu")
+
+
+def uses_float8(run: Run, dtype: jnp.dtype) -> bool:
+    """Whether linear maps multiply in float8: where they are to, in a type of 16 bits, on devices that can.
+
+    Of training the latter two are certain (see `Program`); a trained model is opened elsewhere, too.
+    """
+    return run.train.float8 and jnp.dtype(dtype).itemsize == 2 and float8.is_here()
 
 
 class TrainState(NamedTuple):
@@ -85,7 +94,7 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
     In a pipeline A is whatever it is, otherwise 1.
     """
     sizes, shares = run_mesh.sizes, run_mesh.loss_shares(run)
-    scan_layers = scans_layers(run)
+    scan_layers, in_float8 = scans_layers(run), uses_float8(run, dtype)
 
     def hidden(model: Any, batch: Batch, keys_AM: jax.Array | None) -> tuple[jax.Array, Routing | None]:
         if sizes["pipeline"] == 1:
@@ -119,7 +128,8 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
         model = nnx.merge(graph, params)
         gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name not in STACKS}
         nnx.update(model, nnx.State(layout().gather(gathered, dtype)))
-        x_AMTD, routing_L = hidden(model, batch, keys_AM)
+        with float8.use(in_float8):
+            x_AMTD, routing_L = hidden(model, batch, keys_AM)
         x_AMTD = layout().place(x_AMTD, None, "batch", "loss_time", None)
         total = sharded_cross_entropy_sum(
             x_AMTD,

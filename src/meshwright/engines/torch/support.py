@@ -35,6 +35,8 @@ def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metri
         raise _not_here("optimizer.kind", run.optimizer.kind, "has adamw and lion")
     if run.train.scan_layers:
         raise _not_here("train.scan_layers", True, "doesn't compile layers in a loop")
+    if run.train.float8:
+        raise _not_here("train.float8", True, "multiplies in the compute type alone")
     if run.launch.devices_per_worker > 1:
         raise UserError(
             f"launch.devices_per_worker = {run.launch.devices_per_worker}: a process of the PyTorch engine has one "
