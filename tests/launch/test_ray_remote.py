@@ -95,10 +95,9 @@ def test_a_worker_is_killed_and_later_a_node_is_lost_with_its_disk(train, unbrok
     first = train()
     first.until(lambda: 10 in committed(store))
     os.kill(starts(store, 1)[-1][1], signal.SIGKILL)
-    newest = committed(store)[-1]
     assert first.end() == 0, first.output
     assert first.output.count("the workers start again") == 1
-    assert f"resuming at step {newest}/30" in first.output
+    assert re.search("resuming at step [12]0/30", first.output)
     assert losses(store) == {step: unbroken[step] for step in range(1, 31)}
     assert committed(store) == [20, 30]
     assert [len(set(starts(store, rank))) for rank in (0, 1)] == [2, 2]
@@ -106,10 +105,9 @@ def test_a_worker_is_killed_and_later_a_node_is_lost_with_its_disk(train, unbrok
     longer = train("train.steps=50")
     longer.until(lambda: 40 in committed(store))
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-    newest = committed(store)[-1]
     add_machine(cluster, 2, folder)
     assert longer.end() == 0, longer.output
-    assert "resuming at step 30/50" in longer.output and f"resuming at step {newest}/50" in longer.output
+    assert "resuming at step 30/50" in longer.output and "resuming at step 40/50" in longer.output
     assert "127.0.0.4" in [starts(store, rank)[-1][0] for rank in (0, 1)]
     assert losses(store) == unbroken
 

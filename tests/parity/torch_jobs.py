@@ -107,8 +107,9 @@ def keep_gradients(engine) -> dict[str, np.ndarray]:
     update = engine._optimizer.step
 
     def step(shrink):
+        factor = 1.0 if shrink is None else shrink
         gradients = engine._optimizer.gradients
-        kept.update({name: whole(engine, name, part * shrink) for name, part in gradients.items()})
+        kept.update({name: whole(engine, name, part * factor) for name, part in gradients.items()})
         update(shrink)
 
     engine._optimizer.step = step

@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.errors import UserError
 
 _REACH_SECONDS = 10.0
+_own = False  # whether the cluster that is connected to was started here
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
     for handler in logging.getLogger("ray.data").handlers:
         if handler.get_name() == "console":
             handler.setLevel(logging.CRITICAL)
+    global _own
     if ray.is_initialized():
         yield ray
         return
@@ -51,6 +53,7 @@ def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
         _connect(ray, address or os.environ.get("RAY_ADDRESS", ""), cpus)
         yield ray
     finally:
+        _own = False
         ray.shutdown()
         ray._private.worker._worker_logs_enabled = True
         if threading.current_thread() is threading.main_thread():
@@ -58,11 +61,8 @@ def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
 
 
 def is_own_cluster() -> bool:
-    """Whether this process has started the cluster that it is connected to, which then ends with it."""
-    import ray
-
-    node = ray._private.worker._global_node
-    return node is not None and node.is_head()
+    """Whether the cluster was started by `ray_cluster`, which then stops it."""
+    return _own
 
 
 def package_path() -> dict[str, str]:
@@ -75,6 +75,7 @@ def package_path() -> dict[str, str]:
 
 
 def _connect(ray: Any, address: str, cpus: int) -> None:
+    global _own
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address in ("", "local"):
         # No word to Ray's makers of what a user trains on.
@@ -83,6 +84,7 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         many = max(cpus, os.cpu_count() or 1)
         ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
+        _own = True
         _start_early()
         return
     try:
@@ -99,8 +101,9 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
 
 
 def _start_early() -> None:
-    # Ray Train's controller would begin with this once it is there itself, and wait.
-    with suppress(ImportError):
+    # Ray Train's controller would begin with this once it is there itself, and wait. It is Ray's own affair, and may be
+    # elsewhere in another version.
+    with suppress(Exception):
         from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
         coordinator.get_or_create_autoscaling_coordinator()

@@ -149,8 +149,8 @@ def _trainer_of(run: Run, scale: Scale) -> Any:
 def _with_fewer_actors(trainer: Any) -> Any:
     """A class of Ray Train's that leaves out actors without work: each takes a processor seconds to start.
 
-    No datasets are given to Ray Train. What tidies up a cluster whose driver is gone has nothing to do where that was
-    the driver's own, and is gone with it.
+    No datasets are given to Ray Train. What gives back the places of workers whose controller is gone has nothing to do
+    on a cluster that ends with the run.
     """
     idle = {"DatasetsCallback"} | ({"PlacementGroupCleanerCallback"} if is_own_cluster() else set())
 

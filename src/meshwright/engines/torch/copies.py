@@ -17,7 +17,7 @@ class Copies:
     """The parameters of a module as it computes with them, and as they are stored.
 
     Arguments:
-        module: its parameters become the copies.
+        module: its parameters become the copies; those that are trained lose their numbers.
         dtype: the type of those.
         decaying: the names of the parameters that weight decay pulls on.
     """
@@ -28,6 +28,10 @@ class Copies:
         self.flat = Flat(trained, decaying)
         """Where each of those lies that are trained."""
         device = next(iter(self._copies.values())).device
+        for parameter in trained.values():  # a card that has room for the model may have none for it twice
+            parameter.data = parameter.data.new_empty(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         self.values_N = torch.zeros(self.flat.size, dtype=torch.float32, device=device)
         """Those as they are stored."""
         self.used_N = torch.zeros(self.flat.size, dtype=dtype, device=device)

@@ -1,0 +1,38 @@
+"""Which of Ray Train's own actors a run goes without."""
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.train import ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from meshwright.launch import ray_cluster, ray_train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def callbacks(kind) -> set[str]:
+    trainer = kind(lambda: None, scaling_config=ScalingConfig(num_workers=1))
+    return {type(one).__name__ for one in trainer._create_default_callbacks()}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_has_no_work_is_left_out(own, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "_own", own)
+    left_out = callbacks(DataParallelTrainer) - callbacks(ray_train._with_fewer_actors(DataParallelTrainer))
+    assert left_out == {"DatasetsCallback"} | ({"PlacementGroupCleanerCallback"} if own else set())
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone():
+    ray_of = ray_cluster.ray_cluster
+    with ray_of("", "launch.kind") as ray:
+        assert ray_cluster.is_own_cluster()
+    assert not ray_cluster.is_own_cluster()
+    ray.init(address="local", include_dashboard=False, num_cpus=1)
+    try:
+        with ray_of("", "launch.kind"):
+            assert not ray_cluster.is_own_cluster()
+    finally:
+        ray.shutdown()
