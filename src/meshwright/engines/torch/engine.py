@@ -62,7 +62,8 @@ class TorchEngine:
     ):
         check_supported(run, spec, model, optimizer, metrics)
         self._run, self._spec = run, spec
-        torch.compiler.reset()  # a function is compiled for a few models alone, then no more
+        if torch.cuda.is_available():
+            torch.compiler.reset()  # a function is compiled for a few models alone, then no more
         if run.train.deterministic and torch.cuda.is_available():
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
             torch.use_deterministic_algorithms(True)
