@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-slow lint format lock clean
+.PHONY: demo test test-slow test-matrix lint format lock clean
 
 demo: $(VENV)/base.done
 	$(BIN)/meshwright train examples/stdlib.toml
 
 test: $(VENV)/test.done lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not matrix" -n 2 --dist loadgroup
 
 test-slow: $(VENV)/slow.done
 	$(BIN)/python -m pytest -m slow
+
+test-matrix: $(VENV)/test.done
+	$(BIN)/python -m pytest -m matrix tests/parity
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -119,8 +119,10 @@ def test_readme_in_full(tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
     for output in (played[0].output, README):  # the aims: under 2 bits per byte, prepared and trained in 3 minutes
         final = re.search(r"  time +0:(\d\d):(\d\d)\n  validation +loss [\d.]+, ([\d.]+) bits per byte", output)
-        assert int(final[1]) * 60 + int(final[2]) < 180 and float(final[3]) < 2.0
+        assert float(final[3]) < 2.0
         assert f"steps       {run.train.steps:,}\n" in output
+        if output is README:  # how fast the machine of a test is just now isn't known
+            assert int(final[1]) * 60 + int(final[2]) < 180
     changed = tour.with_outputs(README, played)
     shown, now = ([block for block in tour.blocks(page) if block.kind == "text"] for page in (README, changed))
     for was, is_now in zip(shown, now, strict=True):

@@ -78,3 +78,12 @@ def cases(family: str) -> list[tuple[Layout, int]]:
         and (family != "moe-capacity" or (accumulate == 2 and {"expert", "context", "pipeline"} & layout.mesh.keys()))
         and ("pipeline_rounds" not in layout.mesh or accumulate >= layout.mesh["pipeline"])
     ]
+
+
+def covering(family: str) -> list[tuple[Layout, int]]:
+    """Every layout that a family can have, once: the families take turns at the accumulations of a layout."""
+    turn, found = list(FAMILIES).index(family), []
+    for number, layout in enumerate(LAYOUTS):
+        if counts := [accumulate for one, accumulate in cases(family) if one == layout]:
+            found.append((layout, counts[(number + turn) % len(counts)]))
+    return found

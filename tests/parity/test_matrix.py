@@ -10,20 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import BATCH, BY_NAME, FAMILIES, ONE, STEPS, TIME, Layout, cases
+from cases import ACCUMULATIONS, BATCH, BY_NAME, FAMILIES, LAYOUTS, ONE, STEPS, TIME, Layout, cases, covering
 from compare import EXEMPT, compare
 from matrix import WAIT, Matrix
 
-
-def _marks(family: str, accumulate: int) -> list[pytest.MarkDecorator]:
-    # Those with experts compile slowly; with 1 and 4 micro-batches they are in the default suite.
-    return [pytest.mark.slow] if family in ("moe", "mla-moe") and accumulate == 2 else []
-
-
 ALL = [
-    pytest.param(family, layout, accumulate, marks=_marks(family, accumulate))
+    pytest.param(*case, marks=[] if case[1:] in covering(family) else [pytest.mark.matrix])
     for family in FAMILIES
-    for layout, accumulate in cases(family)
+    for case in [(family, *one) for one in cases(family)]
 ]
 
 
@@ -98,3 +92,19 @@ def test_a_difference_is_seen(matrix):
     assert compare(one, swapped)["gradient_cosine"] < 0.99
     assert BY_NAME["data 8"].devices == 8
     assert STEPS == 5
+
+
+def test_what_is_always_run_covers_the_matrix():
+    """Every family on each of its layouts and with each accumulation; every layout with all accumulations or, where few
+    families or accumulations have it, with two."""
+    everything, always = (
+        {(family, layout.name, accumulate) for family in FAMILIES for layout, accumulate in some(family)}
+        for some in (cases, covering)
+    )
+    assert always < everything
+    assert {case[:2] for case in always} == {case[:2] for case in everything}
+    assert {case[::2] for case in always} == {case[::2] for case in everything}
+    for layout in LAYOUTS:
+        mine, there = ({case[2] for case in some if case[1] == layout.name} for some in (always, everything))
+        few = {"expert", "pipeline_rounds"} & layout.mesh.keys()
+        assert len(mine) >= min(2, len(there)) if few else mine == set(ACCUMULATIONS), layout
