@@ -4,12 +4,12 @@
     python benchmarks/gpu_train.py --cases "…;…"  takes some of all: results/gpu_train_some.json
     python benchmarks/gpu_train.py --program     the whole program beside its bare step: results/gpu_program.json
 
-bfloat16, AdamW, clipping, random token ids over the whole vocabulary; `float8` is the engine's step with
-`train.float8`. Each side is a process of its own that has the card to itself; it compiles, takes some steps, and then
-is timed over windows of ten steps, the device synchronised before and after each: the median window counts. `program`
-is the whole of `meshwright train` on text of this machine, with its loader, a record every 10 steps and a checkpoint
-every 200: the time between two of its records, 200 steps apart, by the clock of the process that started it. Between
-them is one checkpoint, which isn't the first, for which things are compiled.
+bfloat16, AdamW, clipping, random token ids over the whole vocabulary, but with `--program` bytes of text on both sides;
+`float8` is the engine's step with `train.float8`. Each side is a process of its own that has the card to itself; it
+compiles, takes some steps, and then is timed over windows of ten steps, the device synchronised before and after each:
+the median window counts. `program` is the whole of `meshwright train` on text of this machine, with its loader, a
+record every 10 steps and a checkpoint every 200: the time between two of its records, 200 steps apart, by the clock of
+the process that started it. Between them is one checkpoint, which isn't the first, for which things are compiled.
 
 MFU is the share of the card's peak (`meshwright.engines.peaks`) of the operations that training on a token needs:
 6 P + 12 L H Q T (`meshwright.engines.flops.training_flops`), experts that a token doesn't pass left out. The peak is
@@ -21,6 +21,7 @@ import json
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -102,15 +103,26 @@ def tutorial_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], An
 STEPS_OF = {"ours": our_step, "float8": float8_step, "torch": torch_step, "tutorial": tutorial_step}
 
 
-def work(side: str, names: list[str]) -> None:
+def some_batches(case: dict[str, Any], *, of_text: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Inputs and targets of four steps: random ids, or bytes of the text that the whole program trains on."""
+    shape, random = (4, case["batch"], case["time"] + 1), np.random.default_rng(0)
+    if of_text:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+        starts = random.integers(0, text.size - shape[2], shape[:2])
+        tokens = text[starts[..., None] + np.arange(shape[2])].astype(np.int32)
+    else:
+        tokens = random.integers(0, case["vocab"], shape, dtype=np.int32)
+    return [(ids[:, :-1].copy(), ids[:, 1:].copy()) for ids in tokens]
+
+
+def work(side: str, names: list[str], *, of_text: bool) -> None:
     """A side's process: time steps of each case, and print what came out."""
     import gc
 
     for name in names:
         case = CASES[name]
-        size = (4, case["batch"], case["time"] + 1)
-        tokens = np.random.default_rng(0).integers(0, case["vocab"], size, dtype=np.int32)
-        batches = [(ids[:, :-1].copy(), ids[:, 1:].copy()) for ids in tokens]
+        batches = some_batches(case, of_text=of_text)
         started = time.perf_counter()
         step = STEPS_OF[side](case)
         first = float(step(*batches[0]))
@@ -199,7 +211,7 @@ keep = 1
 """
 
 
-def measure(side: str, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(side: str, names: list[str], *, of_text: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a side makes of its cases; one that fails must not hide the others."""
     if side == "program":
         for name in names:
@@ -208,7 +220,7 @@ def measure(side: str, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             except (RuntimeError, OSError, KeyError) as error:
                 yield name, {"error": f"{type(error).__name__}: {error}"[:500]}
         return
-    command = [sys.executable, __file__, "--side", side, "--cases", ";".join(names)]
+    command = [sys.executable, __file__, "--side", side, "--cases", ";".join(names), *["--program"] * of_text]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for name in names:
             line = process.stdout.readline()
@@ -237,7 +249,7 @@ def main() -> None:
     plan = PROGRAM_SIDES if arguments.program else SIDES
     names = arguments.cases.split(";") if arguments.cases else list(plan)
     if arguments.side:
-        work(arguments.side, names)
+        work(arguments.side, names, of_text=arguments.program)
         return
     from meshwright.engines.peaks import peak_flops
 
@@ -250,7 +262,7 @@ def main() -> None:
     for side in (*STEPS_OF, "program"):
         if not (of_side := [name for name in names if side in plan[name]]):
             continue
-        for name, row in measure(side, of_side):
+        for name, row in measure(side, of_side, of_text=arguments.program):
             results[name]["sides"][side] = with_rates(name, row, peak)
             print(name, side, results[name]["sides"][side], flush=True)
             write_results(name_of_results(arguments), measured_on, {"peak_flops": peak, "cases": results})
