@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.checkpoints import Checkpoints
 from meshwright.errors import UserError
 from meshwright.recorder import Recorder
+from meshwright.rundir import RunDirectory
 from meshwright.track.console import PlainConsole
 
 
@@ -363,7 +364,7 @@ def test_damaged_newest_is_named_and_skipped(kind):
     newest = Path("runs/damaged/checkpoints/step_00000012")
     DAMAGE[kind](newest)
     _, shown = train(make(name="damaged"))
-    assert f"checkpoint {newest} skipped: " in shown
+    assert f"checkpoint {newest} skipped: " in shown and "is kept as step_00000012.damaged-1" in shown
     assert "resuming at step 8/12" in shown
     assert losses("runs/damaged") == losses("runs/whole")
     assert Checkpoints(newest.parent, 2).committed()[-1].damage() is None
@@ -414,35 +415,6 @@ def test_keeps_the_newest_and_the_best():
     best = int(table["step"][np.argmin(table["val_loss"])])
     assert steps == sorted({18, 20, best})
     assert mw.open_run("runs/tiny", checkpoint="best").checkpoint.step == best
-
-
-def test_best_stays_when_the_newest_are_worse(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-
-    def write(folder):
-        (folder / "data").write_bytes(b"x")
-        return lambda: None
-
-    for step, val_loss in [(1, None), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)]:
-        checkpoints.save(write, {"step": step, "val_loss": val_loss, "identity": {}})
-    checkpoints.wait()
-    assert [checkpoint.step for checkpoint in checkpoints.committed()] == [2, 4, 5]
-    assert not list((tmp_path / "checkpoints").glob("*.partial"))
-
-
-def test_a_save_that_fails_is_not_silent(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-
-    def write(folder):
-        def finish():
-            raise OSError("disk full")
-
-        return finish
-
-    checkpoints.save(write, {"step": 1, "val_loss": None, "identity": {}})
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.wait()
-    assert checkpoints.committed() == []
 
 
 def test_another_optimizer_is_refused_by_name():
@@ -542,6 +514,28 @@ def test_two_processes_never_share_a_run_directory(tmp_path):
             train(make())
     finally:
         kill(process)
+
+
+def test_a_file_system_without_locks_is_named(monkeypatch):
+    import fcntl
+
+    def flock(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    says = r"run_dir = 'runs/tiny': its file system can't lock a file \(Function"
+    with pytest.raises(UserError, match=says), RunDirectory(Path("runs/tiny")).locked():
+        pass
+
+
+def test_a_run_toml_that_lost_its_content_is_written_anew():
+    train(make(train={"steps": 4}))
+    Path("runs/tiny/run.toml").write_text("")
+    Path("runs/tiny/tokenizer/spec.json").unlink()
+    _, shown = train(make())
+    assert "resuming at step 4/12" in shown
+    assert mw.load_run("runs/tiny/run.toml").train.steps == 12
+    assert (Path("runs/tiny/tokenizer") / "spec.json").is_file() and not list(Path("runs/tiny").glob("*.partial"))
 
 
 def test_a_run_toml_of_the_user_is_never_overwritten():

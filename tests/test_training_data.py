@@ -116,3 +116,46 @@ def test_what_documents_see_must_stay_the_same():
     train(make(data={"packing": "packed"}, train={"steps": 2}))
     with pytest.raises(UserError, match=r"data\.document_mask = False; the checkpoint was made with True"):
         train(make(data={"packing": "packed", "document_mask": False}))
+
+
+@pytest.mark.parametrize("spec", ["**/*.txt", "**/*.jsonl", "."])
+def test_what_runs_write_is_never_trained_on(spec):
+    rows = [json.dumps({"text": text.read_text()}) for text in sorted(Path("texts").iterdir())]
+    Path("more/rows.jsonl").write_text("\n".join(rows) + "\n")
+    sampling = {"sample_every": 2, "sample_prompt": "the quick"}
+    first, _ = train(make(data={"train": spec}, train={"steps": 4, **sampling}))
+    assert Path("runs/tiny/log.txt").stat().st_size and Path("runs/tiny/samples.jsonl").stat().st_size
+    second, shown = train(make(data={"train": spec}, train={"steps": 6, **sampling}))
+    assert "resuming at step 4/6" in shown and len(second) == 2
+    other, _ = train(make(data={"train": spec}, train={"steps": 6, **sampling}, name="other"))
+    assert len(list(Path("stores").iterdir())) == 1
+    for one, another in zip(first + second, other, strict=True):
+        np.testing.assert_array_equal(one, another)
+
+
+def test_outputs_named_outright_are_read_and_by_a_glob_are_none():
+    train(make(train={"steps": 2}))
+    assert prepare(make(data={"train": "runs/tiny/log.txt", "validation": 0.0})).train_tokens
+    with pytest.raises(UserError, match=r"'runs/\*/log.txt': matches no file but those of runs and stores"):
+        prepare(make(data={"train": "runs/*/log.txt"}))
+
+
+def test_keys_that_a_store_cannot_follow_are_refused():
+    store = prepare(make(data={"validation": 0.3})).stores[0].path
+    assert prepare(make(data={"train": str(store), "validation": 0.3})).train_tokens
+    assert prepare(make(data={"train": str(store), "validation": 0.01})).train_tokens  # the default: not asked for
+    for asked, value in {"validation": "more", "normalize": "nfc", "deduplicate": True, "chat": "chatml"}.items():
+        with pytest.raises(UserError, match=rf"data.{asked} = .*: the store .* was made with .*, and stays so"):
+            prepare(make(data={"train": str(store), "validation": 0.3, asked: value}))
+    with pytest.raises(UserError, match=r"data.validation = 0.2: the store .* was made with 0.3, and stays so"):
+        prepare(make(data={"train": str(store)}))
+    with pytest.raises(UserError, match=r"data.store = 'other': nothing is to be made"):
+        prepare(make(data={"train": str(store), "validation": 0.3, "store": "other"}))
+    with pytest.raises(UserError, match=r"data.validation = .*: is a prepared store; name the text"):
+        prepare(make(data={"validation": str(store)}))
+
+
+def test_a_folder_of_text_may_have_a_manifest_of_its_own():
+    Path("texts/manifest.json").write_text('{"manifest_version": 3, "name": "an extension"}')
+    corpus = prepare(make(data={"validation": 0.0}))
+    assert corpus.stores[0].manifest["made_from"]["source"]["files"] == 61

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.files import sync
@@ -61,6 +61,12 @@ class Checkpoint:
         return None
 
 
+class _Failure(NamedTuple):
+    step: int
+    partial: Path
+    error: BaseException
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -70,6 +76,8 @@ class Checkpoints:
         commits: whether this process commits and removes checkpoints; of several that train together one does, and
             the others only write their part of the state.
         on_committed: told by `wait` of the checkpoint that was under way, in every process.
+        on_failed: told, in place of an exception, of one that failed, once the next one is committed; for a process
+            that trains alone, as of several only the one concerned knows.
         reader: fetches what is on an object store; a `Mirror` has what is saved there, too.
     """
 
@@ -80,16 +88,18 @@ class Checkpoints:
         *,
         commits: bool = True,
         on_committed: Callable[[Checkpoint], None] | None = None,
+        on_failed: Callable[[str], None] | None = None,
         reader: "Reader | None" = None,
     ):
         self.folder = folder
         self.keep = keep
         self._commits = commits
         self._on_committed = on_committed
+        self._on_failed = on_failed
         self._reader = reader
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._failure: _Failure | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -140,7 +150,25 @@ class Checkpoints:
         if not self._commits:
             return
         for partial in self.folder.glob("step_*.partial"):
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def set_aside(self, after: int, note: Callable[[str], None]) -> None:
+        """Rename those of later steps, which were found damaged: none of them is to count as one of the newest or the
+        best, for which others are removed.
+
+        Arguments:
+            after: the step that is gone on from.
+            note: told of each.
+        """
+        if not self._commits:
+            return
+        for path in sorted(self.folder.glob("step_*")):
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) > after:
+                if self._mirror:
+                    self._mirror.set_aside(path.name)
+                kept = _free_name(path)
+                path.rename(kept)
+                note(f"checkpoint {path} is kept as {kept.name}")
 
     def save(self, write: Callable[[Path], Callable[[], None]], manifest: dict[str, Any]) -> None:
         """Start a checkpoint; it is committed in the background.
@@ -151,13 +179,13 @@ class Checkpoints:
             manifest: `step`, `val_loss` (None: not evaluated), and whatever else it should say.
 
         Raises:
-            Exception: what went wrong with the one before.
+            Exception: what went wrong with the one before, when this one is committed, unless `on_failed` is told.
         """
-        self.wait()
+        failure = self._finished()
+        if failure and self._on_failed:
+            shutil.rmtree(failure.partial, ignore_errors=True)  # it takes room
         name = f"step_{manifest['step']:08d}"
-        partial, mirror = self.folder / f"{name}.partial", self._mirror
-        if mirror:
-            partial = mirror.partial(name)
+        partial, mirror = self._partial(name), self._mirror
         if mirror or self._commits:
             partial.mkdir(parents=True)
         finish = write(partial)
@@ -172,11 +200,19 @@ class Checkpoints:
                 elif mirror:
                     shutil.rmtree(partial)
             except BaseException as error:
-                self._error = error
+                self._failure = _Failure(manifest["step"], partial, error)
 
         self._under_way = Checkpoint(self.folder / name, manifest)
         self._thread = threading.Thread(target=commit, name="checkpoint")
         self._thread.start()
+        if failure:
+            self.wait()
+            if self._on_failed is None:
+                raise failure.error
+            self._on_failed(
+                f"the checkpoint of step {failure.step} could not be saved ({failure.error}); that of step "
+                f"{manifest['step']} is"
+            )
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is committed.
@@ -184,15 +220,22 @@ class Checkpoints:
         Raises:
             Exception: what went wrong with it.
         """
+        if failure := self._finished():
+            raise failure.error
+
+    def _finished(self) -> _Failure | None:
+        """Wait for the checkpoint under way; None: it is committed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        failure, self._failure = self._failure, None
         saved, self._under_way = self._under_way, None
-        if saved is not None and self._on_committed is not None:
+        if failure is None and saved is not None and self._on_committed is not None:
             self._on_committed(saved)
+        return failure
+
+    def _partial(self, name: str) -> Path:
+        return self._mirror.partial(name) if self._mirror else self.folder / f"{name}.partial"
 
     @property
     def _mirror(self) -> "Mirror | None":
@@ -207,16 +250,20 @@ class Checkpoints:
                 if self._mirror:
                     self._mirror.remove(checkpoint.folder.name)
                 partial = checkpoint.folder.with_name(f"{checkpoint.folder.name}.partial")
-                checkpoint.folder.rename(partial)  # first, so that half a folder is never taken for a whole one
-                shutil.rmtree(partial)
+                with suppress(OSError):  # the next save tries again: a reader may have a file of it open
+                    checkpoint.folder.rename(partial)  # first, so that half a folder is never taken for a whole one
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Sizes of the files in a folder, and digests of small ones; once they are safe on disk."""
+    """Sizes of the files below a folder, and digests of small ones; once they are safe on disk."""
     files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        files[str(path.relative_to(folder))] = {"bytes": size} | ({"blake2b": _digest(path)} if size <= _SMALL else {})
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            size, digest = path.stat().st_size, {}
+            if size <= _SMALL:
+                digest = {"blake2b": _digest(path)}
+            files[str(path.relative_to(folder))] = {"bytes": size, **digest}
         sync(path)
     return files
 
@@ -273,8 +320,6 @@ def _commit(
     sync(partial)
     if mirror:
         mirror.publish(final.name, partial / MANIFEST)
-    if final.exists():
-        final.rename(_free_name(final))  # damaged, or it would have been gone on from
     partial.rename(final)
     sync(final.parent)
 

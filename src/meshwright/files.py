@@ -1,7 +1,19 @@
-"""Files that outlive a crash."""
+"""Files that outlive a crash, and the one that marks a run directory."""
 
 import os
 from pathlib import Path
+
+LOCK = ".lock"
+"""In a run directory: the process that trains there holds a lock on it."""
+LOCK_TEXT = "A run directory of Meshwright; the process that trains here holds a lock on this file.\n"
+
+
+def is_run_directory(folder: Path) -> bool:
+    """Whether a run trains, or has trained, in a folder."""
+    try:
+        return (folder / LOCK).read_bytes() == LOCK_TEXT.encode()
+    except OSError:
+        return False
 
 
 def sync(path: Path) -> None:

@@ -1,13 +1,12 @@
 """What a run would do and take, in words, before any of it is allocated: `meshwright plan`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.config import Run
-from meshwright.data.store import Store
+from meshwright.data.store import Store, is_store
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.engines.flops import head_widths, multiplied_parameters
 from meshwright.engines.jax.estimate import (
@@ -150,7 +149,7 @@ def _with_vocabulary(run: Run) -> ModelSpec:
 def _vocabulary(run: Run) -> int:
     sources = [one.source for one in run.data.sources]
     for source in sources:
-        if (Path(source) / "manifest.json").is_file():
+        if is_store(source):
             return Store.open(source).manifest["tokenizer"]["vocab_size"]
     if sources[0].endswith(".bin") and run.tokenizer == type(run.tokenizer)():
         return open_tokenizer("tiktoken:gpt2").vocab_size  # as `prepare` takes it

@@ -128,6 +128,7 @@ def resume(
             problem = _first_line(error)
         problems = [one for one in group.gather(problem, "restored") if one]
         if not problems:
+            checkpoints.set_aside(checkpoint.step, note)
             return checkpoint
         pass_over(f"checkpoint {checkpoint.folder} skipped: {problems[0]}")
     if passed:

@@ -96,6 +96,7 @@ def train(
             run.checkpoint.keep,
             commits=group.is_primary,
             on_committed=on_committed,
+            on_failed=trackers.note if group.size == 1 else None,
             reader=mirror,
         )
         if group.size == 1:  # else a process that is gone would be waited for

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from meshwright.data.optional import optional
+from meshwright.data.partial import MARKER
 from meshwright.errors import UserError
+from meshwright.files import is_run_directory
 
 
 class State(NamedTuple):
@@ -100,10 +102,11 @@ def matcher(patterns: list[str]) -> Callable[[str], bool]:
 
 
 def below(root: Path, skipped: Iterable[str] = ()) -> list[Path]:
-    """All files below a folder, hidden ones and what lies in skipped folders aside."""
+    """All files below a folder, hidden ones, what lies in skipped folders, and run directories and stores aside."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        folders[:] = [name for name in folders if not _is_output(Path(folder, name))]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
     return [path for path in found if path.is_file()]
 
@@ -112,7 +115,8 @@ def list_local(spec: str, key: str, kept: Callable[[str], bool]) -> Listing:
     """The files of this machine that a spec names.
 
     Arguments:
-        spec: a file, a folder (all files below it, hidden ones aside), or a glob (`**` recurses).
+        spec: a file, a folder (all files below it, hidden ones aside), or a glob (`**` recurses). Run directories and
+            stores below them are passed over: what a run writes would change what it is trained on.
         key: the run file's key, for error messages.
         kept: says of a path below the folder, or below the glob's fixed part, whether it counts.
 
@@ -127,15 +131,34 @@ def list_local(spec: str, key: str, kept: Callable[[str], bool]) -> Listing:
         if not paths:
             raise UserError(f"{key} = {spec!r}: the folder holds no files (hidden ones don't count); put text there")
     elif any(sign in spec for sign in "*?["):
-        paths = [match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file()]
+        matches = [match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file()]
         top = Path(_fixed_part(str(path)))
+        paths = _without_outputs(matches, top)
         if not paths:
-            raise UserError(f"{key} = {spec!r}: matches no file; check the pattern and the working directory")
+            but = " but those of runs and stores, which are no text to train on" if matches else ""
+            raise UserError(f"{key} = {spec!r}: matches no file{but}; check the pattern and the working directory")
     else:
         raise UserError(
             f"{key} = {spec!r}: no such file or folder; give a text file, a folder, a glob or python-stdlib"
         )
     return local_listing(paths, top, kept)
+
+
+def _is_output(folder: Path) -> bool:
+    made = (folder / "train_documents.bin").is_file() and (folder / "manifest.json").is_file()
+    return made or (folder / MARKER).is_file() or is_run_directory(folder)
+
+
+def _without_outputs(paths: list[Path], top: Path) -> list[Path]:
+    known = {top: False}
+
+    def lies_in_output(folder: Path) -> bool:
+        if folder not in known:
+            above = folder != folder.parent and lies_in_output(folder.parent)
+            known[folder] = above or _is_output(folder)
+        return known[folder]
+
+    return [path for path in paths if not lies_in_output(path.parent)]
 
 
 def local_listing(paths: list[Path], top: Path, kept: Callable[[str], bool]) -> Listing:

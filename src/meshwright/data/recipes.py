@@ -15,7 +15,7 @@ from meshwright.data.make import Recipe
 from meshwright.data.mixing import stages_of
 from meshwright.data.partial import identity
 from meshwright.data.sources import open_source
-from meshwright.data.store import Store, open_nanogpt
+from meshwright.data.store import Store, is_store, open_nanogpt
 from meshwright.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from meshwright.errors import UserError
 
@@ -52,6 +52,8 @@ def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = N
         weights = [[(0, one.weight), *((later.step, later.weight) for later in one.later)] for one in listed]
         stages_of(weights)  # refuses those that can't be used, before any work
         found, keys = [_open(run, one) for one in listed], [*listed]
+        if all(is_store(one.source) for one in listed):
+            _check_ready(run.data, [one for one in found if isinstance(one, Store)])
     ready = [one for one in found if isinstance(one, Store)]
     if tokenizer is None and len(ready) < len(found):
         if run.tokenizer.kind != "bpe":
@@ -137,7 +139,7 @@ def _open(run: Run, one: MixedSource) -> Source | Store:
                 f"data.train, source {one.source!r}: a nanoGPT .bin must be the only source; give the text of it"
             )
         return _open_nanogpt(run, one.source)
-    if (Path(one.source) / "manifest.json").is_file():
+    if is_store(one.source):
         return _open_ready(run, one.source)
     return open_source(one.source, one, pairs=run.data.packing == "pairs")
 
@@ -162,6 +164,28 @@ def _open_ready(run: Run, path: str) -> Store:
             "another store"
         )
     return store
+
+
+def _check_ready(data: DataSection, stores: list[Store]) -> None:
+    if data.store:
+        raise UserError(
+            f"data.store = {data.store!r}: nothing is to be made, as data.train names stores; leave the key out"
+        )
+    for store in stores:
+        made = store.manifest["made_from"]
+        validation = made["validation"]
+        theirs = {
+            "validation": validation["name"] if isinstance(validation, dict) else validation,
+            "normalize": made.get("normalize", "none"),
+            "deduplicate": made.get("deduplicate", False),
+            "chat": made.get("chat", {}).get("name", ""),
+        }
+        for key, value in theirs.items():
+            if (asked := getattr(data, key)) not in (value, DataSection.model_fields[key].default):
+                raise UserError(
+                    f"data.{key} = {asked!r}: the store {store.path} was made with {value!r}, and stays so; leave the "
+                    "key out, or name the text that the store was made from"
+                )
 
 
 def _open_nanogpt(run: Run, path: str) -> Store:

@@ -15,6 +15,7 @@ from meshwright.data.listing import Folder, Listing, below, list_local, list_rem
 from meshwright.data.optional import optional
 from meshwright.data.readers import Input, kind_of, read
 from meshwright.data.rows import Rules
+from meshwright.data.store import is_store
 from meshwright.errors import UserError
 
 __all__ = ["Document", "Files", "PlacedSource", "Source", "open_source"]
@@ -109,6 +110,8 @@ def open_source(spec: str, keys: Any = None, key: str = "data.train", *, pairs: 
         folder, paths = list_remote(spec, key, kept)
     elif spec == "python-stdlib":
         folder, paths = _python_stdlib(kept)
+    elif is_store(spec):
+        raise UserError(f"{key} = {spec!r}: is a prepared store; name the text that it was made from")
     else:
         folder, paths = list_local(spec, key, kept)
     if not paths:

@@ -234,6 +234,17 @@ class Store:
         return Store(path, manifest, splits)
 
 
+def is_store(path: str | Path) -> bool:
+    """Whether a folder is a token store, be it one that can't be opened; other things have a `manifest.json`, too."""
+    try:
+        manifest = json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return isinstance(manifest, dict) and not {"format", "splits", "made_from"}.isdisjoint(manifest)
+
+
 def open_nanogpt(train_bin: str | Path, validation_bin: str | Path, tokenizer: Tokenizer) -> Store:
     """Open nanoGPT's `train.bin` and `val.bin` (uint16 ids, no header) where they lie; nothing is written.
 

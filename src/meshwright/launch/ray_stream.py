@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from meshwright.data.order import BatchSizes, first_example
 from meshwright.data.prepare import prepare
 from meshwright.data.recipes import names_of
 from meshwright.data.sources import open_source
-from meshwright.data.store import Store
+from meshwright.data.store import Store, is_store
 from meshwright.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from meshwright.data.training_text import training_texts
 from meshwright.errors import UserError
@@ -93,7 +92,7 @@ def open_stream(
     """
     listed, data = run.data.sources, run.data
     for one in listed:
-        if one.source.endswith(".bin") or (Path(one.source) / "manifest.json").is_file():
+        if one.source.endswith(".bin") or is_store(one.source):
             raise UserError(f"data.train = {one.source!r}: is prepared already; leave out data.stream")
     sources = [open_source(one.source, one) for one in listed]
     if tokenizer is None and run.tokenizer.kind == "bpe":

@@ -214,7 +214,6 @@ class Mirror(Reader):
         folder, group = f"{_CHECKPOINTS}/{name}", self._group
         files = facts_of(partial)
         if group.is_primary:
-            self._set_aside(name)
             self.store.write(f"{folder}/parts/0.json", json.dumps(list(files)).encode())
         group.barrier("checkpoint listed", _SECONDS)
         if not group.is_primary:  # what both have written, such as the names of the arrays, is the first one's
@@ -253,6 +252,17 @@ class Mirror(Reader):
         self.store.remove([f"{folder}/{MANIFEST}"])  # first, so that half a folder is never taken for a whole one
         self.store.remove(self.store.names(folder))
 
+    def set_aside(self, name: str) -> None:
+        """Give a damaged checkpoint in the store another name."""
+        names, taken = self.store.names(_CHECKPOINTS), 1
+        while any(one.startswith(f"{_CHECKPOINTS}/{name}.damaged-{taken}/") for one in names):
+            taken += 1
+        folder = f"{_CHECKPOINTS}/{name}/"
+        for one in names:
+            if one.startswith(folder):
+                self.store.copy(one, f"{_CHECKPOINTS}/{name}.damaged-{taken}/{one.removeprefix(folder)}")
+        self.remove(name)
+
     def _take_over(self, note: Callable[[str], None]) -> None:
         content = self.store.read(_RUN_FILE)
         ours = content is not None and content.startswith(HEADER.encode())
@@ -281,19 +291,6 @@ class Mirror(Reader):
         if content and path.is_file() and not (words := path.read_bytes()).startswith(content):
             with path.open("r+b") as file:
                 file.write(content + _beyond(content, words))
-
-    def _set_aside(self, name: str) -> None:
-        # Damaged, or it would have been gone on from.
-        if self.store.read(f"{_CHECKPOINTS}/{name}/{MANIFEST}") is None:
-            return
-        names, taken = self.store.names(_CHECKPOINTS), 1
-        while any(one.startswith(f"{_CHECKPOINTS}/{name}.damaged-{taken}/") for one in names):
-            taken += 1
-        folder = f"{_CHECKPOINTS}/{name}/"
-        for one in names:
-            if one.startswith(folder):
-                self.store.copy(one, f"{_CHECKPOINTS}/{name}.damaged-{taken}/{one.removeprefix(folder)}")
-        self.remove(name)
 
     def _sweep(self, *, in_store: bool) -> None:
         for partial in (self.copy / _CHECKPOINTS).glob("step_*.partial"):

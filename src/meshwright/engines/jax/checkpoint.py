@@ -7,9 +7,12 @@ those that are trained are in it.
 """
 
 import dataclasses
+import os
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +62,8 @@ def save_state(
     checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
 
     def finish() -> None:
-        checkpointer.wait_until_finished()
-        checkpointer.close()
+        with _os_errors(folder), closing(checkpointer):
+            checkpointer.wait_until_finished()
 
     return finish
 
@@ -103,7 +106,7 @@ def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _write_in_thread(folder: Path, arrays: dict[str, Any]) -> Callable[[], None]:
     def write() -> None:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _os_errors(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder.absolute() / _FOLDER, args=ocp.args.PyTreeSave(arrays))
         arrays.clear()  # the copies' memory is free again
 
@@ -111,6 +114,17 @@ def _write_in_thread(folder: Path, arrays: dict[str, Any]) -> Callable[[], None]
     writing = pool.submit(write)
     pool.shutdown(wait=False)
     return writing.result
+
+
+@contextmanager
+def _os_errors(folder: Path) -> Iterator[None]:
+    # TensorStore's are of type ValueError, with the number in their words.
+    try:
+        yield
+    except ValueError as error:
+        if found := re.search(r"os_error_code='(\d+)'", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
+        raise
 
 
 def restore_state(folder: Path, like: TrainState, plan: StatePlan) -> TrainState:

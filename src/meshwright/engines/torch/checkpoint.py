@@ -182,4 +182,6 @@ def _as_exceptions() -> Iterator[None]:
         yield
     except CheckpointException as error:
         first: Any = next(iter(error.failures.values()), (error,))[0]
+        if isinstance(first, OSError):
+            raise first from error
         raise RuntimeError(f"{type(first).__name__}: {first}") from error
