@@ -9,7 +9,7 @@ from meshwright.config import Run
 from meshwright.data.corpus import Corpus
 from meshwright.data.mixing import stages_of
 from meshwright.data.order import with_batch_size
-from meshwright.engines.base import Engine
+from meshwright.engines.base import RESTORED, Engine
 from meshwright.errors import UserError
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
@@ -17,11 +17,11 @@ from meshwright.rundir import RunDirectory
 
 
 def with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Run:
-    """The run, with `model.init` as the engine is to start: `random` where a checkpoint of its own is gone on from, but
-    under LoRA what that one is based on; and of another run's directory the folder of its newest sound checkpoint."""
+    """The run, with `model.init` as the engine is to start: `RESTORED` where a checkpoint of its own is gone on from,
+    but under LoRA what that one is based on; and of another run's directory the folder of its newest sound one."""
     init = run.model.init
     if own := checkpoints.committed():
-        init = own[-1].manifest.get("base", "random")
+        init = own[-1].manifest.get("base", RESTORED)
     elif init != "random" and not init.startswith("hf:"):
         theirs = Checkpoints(RunDirectory(Path(init)).checkpoints, 1, commits=False)
         found = next(_sound_for_all(theirs, note, group), None)

@@ -11,6 +11,9 @@ from meshwright.data.examples import Batch
 from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
 
+RESTORED = "restored"
+"""What `model.init` is for an engine that is put where a checkpoint left it before it does anything else."""
+
 
 class Sampling(NamedTuple):
     """How the next token is chosen from its scores.

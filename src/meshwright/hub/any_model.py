@@ -9,6 +9,7 @@ Code that comes with a checkpoint is never run.
 
 import json
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,9 @@ _DROPPED = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", 
 _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length", "n_ctx")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _UNBOUNDED = 2**20
+_LAYERDROP = re.compile(r"layer_?drop|drop_?path")
+_ELSEWHERE = re.compile(rf"{_LAYERDROP.pattern}|classifier|summary")
+"""What isn't of activations, or of a head that isn't used."""
 
 
 def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
@@ -38,7 +42,7 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
     text = made.get_text_config(decoder=True)
     width, heads = _count(text, ["hidden_size", "d_model", "n_embd"]), _count(text, ["num_attention_heads", "n_heads"])
     kv_heads = 1 if getattr(text, "multi_query", False) else _count(text, ["num_key_value_heads", "num_kv_heads"])
-    rates = [rate for key, rate in kept.items() if _is_dropout(key, rate)]
+    _check_layerdrop(kept, made)
     return ModelSpec(
         family=ANY,
         config=json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
@@ -52,7 +56,7 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
         ffn_width=_count(text, _INNER) or 4 * width,
         positions="rotary",
         tied_embeddings=bool(getattr(text, "tie_word_embeddings", True)),
-        dropout=max(rates, default=0.0),
+        dropout=max((rate for _, rate in _rates(made.to_dict())), default=0.0),
     )
 
 
@@ -62,17 +66,18 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def changed(config: dict[str, Any], *, vocab_size: int | None = None, dropout: float | None = None) -> dict[str, Any]:
-    """A config with another vocabulary, or one rate of dropout (and of a router's jitter) wherever it has some.
+    """A config with another vocabulary, or one rate of dropout (and of a router's jitter) wherever the model has some.
 
     Arguments:
-        config: of `config.json`.
+        config: of `config.json`; a rate that it leaves to its class is written into it.
         vocab_size, dropout: None: as it is.
     """
     new = dict(config)
     if vocab_size is not None:
         new["vocab_size"] = vocab_size
     if dropout is not None:
-        new |= {key: dropout for key, rate in config.items() if _is_dropout(key, rate)}
+        for path, rate in _rates(_config_and_class(config)[0].to_dict()):
+            _put(new, path, 0 if isinstance(rate, int) and not dropout else dropout)  # some classes want an integer
     return new
 
 
@@ -237,6 +242,28 @@ def _missing(key: str) -> int:
     raise refusal(key, None, "must be there")
 
 
-def _is_dropout(key: str, value: Any) -> bool:
-    is_rate = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-    return is_rate and ("drop" in key or "jitter" in key) and "classifier" not in key
+def _rates(config: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The rates of dropout that are in force in a model, with where they stand in its config."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _rates(value, (*above, key))
+        elif _is_rate(value) and ("drop" in key or "jitter" in key) and not _ELSEWHERE.search(key):
+            yield (*above, key), value
+
+
+def _put(config: dict[str, Any], path: tuple[str, ...], value: float) -> None:
+    for key in path[:-1]:
+        config[key] = config = dict(config.get(key) or {})
+    config[path[-1]] = value
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _check_layerdrop(config: dict[str, Any], made: Any) -> None:
+    for key, value in {**made.to_dict(), **config}.items():
+        if _LAYERDROP.search(key) and _is_rate(value) and value > 0:
+            raise refusal(
+                key, value, "leaves out whole layers, which processes of a mesh can't do together; set it to 0"
+            )

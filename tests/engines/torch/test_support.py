@@ -33,7 +33,15 @@ def make_run(**sections):
             {"launch": {"devices_per_worker": 2}},
             "launch.devices_per_worker = 2: a process of the PyTorch",
         ),
-        ({"model": {"dropout": 0.1}, "mesh": {"data": 1, "tensor": 2}}, "model.dropout = 0.1"),
+        ({"model": {"dropout": 0.1}}, "model.dropout = 0.1: the PyTorch engine has none in models of the family llama"),
+        (
+            {"model": {"preset": "gpt2-tiny", "dropout": 0.1}, "mesh": {"data": 1, "tensor": 2}},
+            "model.dropout = 0.1: the PyTorch engine has none under mesh.tensor",
+        ),
+        (
+            {"train": {"compile_cache": "off"}},
+            "train.compile_cache = 'off': the PyTorch engine leaves that to TORCH",
+        ),
         (
             {"model": {"preset": "moe-tiny"}, "mesh": {"data": 1, "tensor": 2}},
             "mesh.tensor = 2: .* experts",
@@ -48,6 +56,22 @@ def test_what_is_not_there_is_named(sections, said):
     with pytest.raises(UserError, match=said) as raised:
         TorchEngine(run, run.model.spec)
     assert "\n" not in str(raised.value)
+
+
+def test_a_step_without_room_is_told_with_what_to_do(monkeypatch):
+    import torch
+
+    run = make_run(train={"batch_size": 8, "micro_batch_size": 4, "sequence_length": 16})
+    engine = TorchEngine(run, run.model.spec)
+
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "_step", step)
+    with pytest.raises(
+        UserError, match=r"train.micro_batch_size = 4: .* 16 tokens finds no room on the card; lower it"
+    ):
+        engine.train_step(None)
 
 
 def test_parts_from_python_are_for_jax(tmp_path):

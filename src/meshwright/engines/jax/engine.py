@@ -12,7 +12,7 @@ import optax
 
 from meshwright.config import Run
 from meshwright.data.examples import Batch
-from meshwright.engines.base import Sampling
+from meshwright.engines.base import RESTORED, Sampling
 from meshwright.engines.jax.checkpoint import fits_twice, restore_state, save_state
 from meshwright.engines.jax.decode import Generator
 from meshwright.engines.jax.estimate import flops_per_token
@@ -79,7 +79,7 @@ class JaxEngine:
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
         }
         self._train_step = fitting_train_step(program, training=training)
-        from_init = run.model.init != "random" and (training or run.lora.rank > 0)
+        from_init = run.model.init not in ("random", RESTORED) and (training or run.lora.rank > 0)
         self._state = start_state(program) if from_init else program.make_state()
         if run.lora.rank:
             two = np.asarray(program.base_fingerprint(self._state.params))

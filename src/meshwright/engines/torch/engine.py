@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright.config import Run
 from meshwright.data.examples import Batch
-from meshwright.engines.base import Sampling
+from meshwright.engines.base import RESTORED, Sampling
 from meshwright.engines.flops import training_flops
 from meshwright.engines.peaks import peak_flops
 from meshwright.engines.torch.any_model import check_masks
@@ -32,6 +32,7 @@ from meshwright.engines.torch.separate_optimizer import SeparateOptimizer
 from meshwright.engines.torch.start import start
 from meshwright.engines.torch.step import Step, evaluate
 from meshwright.engines.torch.support import check_supported
+from meshwright.errors import UserError
 from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
 from meshwright.models.spec import ANY, ModelSpec
@@ -78,21 +79,29 @@ class TorchEngine:
         if placed.quantized:
             self.description += "; the layers' maps in 4 bits (NF4)"
         self.identity = {"model": placed.config.architectures[0], "optimizer.kind": run.optimizer.kind}
-        if training or run.lora.rank:  # else a checkpoint holds all
+        if run.lora.rank or (training and run.model.init != RESTORED):  # else a checkpoint holds all
             start(placed, run, spec)
         if run.lora.rank:
             self.identity["lora (fingerprint of the base)"] = base_fingerprint(placed)
         self._optimizer: Optimizer | None = None
         if training:
-            if spec.family == ANY:
-                check_masks(placed, run)
+            if run.model.init != RESTORED:
+                self._check_masks()
             flat = placed.copies and FlatOptimizer(run, placed.copies, mesh.accumulate)
             self._optimizer = flat or SeparateOptimizer(run, placed)
             self._step = Step(run, placed, self._optimizer)
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
-        return self._step(batch, stop)
+        try:
+            return self._step(batch, stop)
+        except torch.OutOfMemoryError as error:
+            train = self._run.train
+            raise UserError(
+                f"train.micro_batch_size = {self._run.micro_batch_size}: a step of so many sequences of "
+                f"{train.sequence_length} tokens finds no room on the card; lower it, set train.remat (now "
+                f'"{train.remat}"), or raise mesh.fsdp'
+            ) from error
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
@@ -124,6 +133,8 @@ class TorchEngine:
     def restore(self, folder: Path) -> None:
         """See `Engine.restore`."""
         restore_state(folder, self._placed, self._optimizer)
+        if self._run.model.init == RESTORED and self._optimizer:
+            self._check_masks()
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
@@ -147,6 +158,10 @@ class TorchEngine:
     def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
         """See `Engine.logits_of`."""
         return logits_of(checkpoint, self._run, self._exact_device(), tokens_BT)
+
+    def _check_masks(self) -> None:
+        if self._spec.family == ANY:
+            check_masks(self._placed, self._run)
 
     def _exact_device(self) -> torch.device:
         """Where a whole model in float32 is made: a card that it is put into 4 bits for has no room for it."""

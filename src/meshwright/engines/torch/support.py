@@ -5,12 +5,14 @@ from typing import Any
 from meshwright.config import Run
 from meshwright.config_train import MESH_AXES
 from meshwright.errors import UserError
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import ANY, ModelSpec
 
 AXES = ("data", "fsdp", "tensor")
 """The axes of its mesh, the one between the most distant devices first."""
 ROUTERS = ("mixtral", "qwen3_moe")
 """Families whose routers' losses it computes."""
+_DROPPING = ("gpt2", ANY, "minigpt")
+"""Families whose classes in `transformers` have dropout, and the one that has no class there, as is said later."""
 
 
 def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metrics: Any) -> None:
@@ -42,7 +44,11 @@ def check_supported(run: Run, spec: ModelSpec, model: Any, optimizer: Any, metri
             f"launch.devices_per_worker = {run.launch.devices_per_worker}: a process of the PyTorch engine has one "
             "device; leave it out, and set launch.workers to the number of devices"
         )
-    if spec.dropout and run.mesh.tensor not in (1,):
+    if run.train.compile_cache != "auto":
+        raise _not_here("train.compile_cache", run.train.compile_cache, "leaves that to TORCHINDUCTOR_CACHE_DIR")
+    if spec.dropout and spec.family not in _DROPPING:
+        raise _not_here("model.dropout", spec.dropout, f"has none in models of the family {spec.family}; set it to 0")
+    if spec.dropout and run.mesh.tensor != 1:
         raise _not_here("model.dropout", spec.dropout, "has none under mesh.tensor")
     if run.lora.quantize != "none":
         _check_quantized(run, spec)
