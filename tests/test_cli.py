@@ -1,8 +1,17 @@
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import meshwright, run_values, write_corpus, write_run
+
+from meshwright import doctor
+from meshwright.api import plan
+from meshwright.cli import main
+from meshwright.config import load_run
+from meshwright.launch import devices
 
 COMMANDS = ["prepare", "plan", "train", "eval", "generate", "export", "report", "doctor"]
 FRAMEWORKS = ("jax", "flax", "optax", "orbax", "grain", "torch", "ray", "transformers", "matplotlib", "tiktoken")
@@ -127,3 +136,28 @@ def test_doctor(tmp_path):
     assert done.returncode == 1
     assert "FAIL  devices" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_examples_in_help_are_commands(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    for name, command in main.commands.items():
+        (example,) = re.findall(rf"Example:\n +meshwright {name} ?(.*)", command.help)
+        given = command.make_context(name, shlex.split(example)).params
+        if "run_file" in given:
+            run = load_run(given["run_file"], given["overrides"])
+        if name == "plan":
+            assert plan(run, devices=given["devices"], compiled=False).devices == 8
+
+
+def test_an_idle_card_is_told(monkeypatch, tmp_path):
+    card = tmp_path / "version"
+    monkeypatch.setattr(devices, "_NVIDIA", card)
+    monkeypatch.setattr(devices, "on_cpu", lambda: True)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert devices.idle_card() == ""
+    card.write_text("NVRM version")
+    assert "an NVIDIA card is here, but JAX has the CPU alone; pip install" in devices.idle_card()
+    found = {finding.name: finding for finding in doctor.examine()}["devices"]
+    assert not found.good and found.text == devices.idle_card()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # asked for
+    assert devices.idle_card() == ""

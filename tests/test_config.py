@@ -133,6 +133,51 @@ def test_overrides(tmp_path):
             load_run(path, [bad])
 
 
+def test_an_override_of_a_key_that_takes_text_is_text(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('[data]\ntrain = "x"\n[model]\npreset = "gpt2"\n')
+    for text in ("1", "2024-01-01", "true", "1e3"):
+        assert load_run(path, [f"name={text}"]).name == text
+    assert load_run(path, ['name="1"']).name == "1"
+    assert load_run(path, ["data.validation=0.5"]).data.validation == 0.5
+    with pytest.raises(UserError, match=r"overrides = 'train.steps=3': must be a list of section.key=value strings"):
+        load_run(path, "train.steps=3")
+    with pytest.raises(UserError, match=r"'a.toml': must be a dictionary of sections; load_run reads a run file"):
+        make_run("a.toml")
+    for bad, rule in [
+        ("data.include=*.rs", r"""data.include = '\*.rs': must be a list, such as \["\*.rs"\]"""),
+        ("profile.steps=3", r"profile.steps = 3: must be a list"),
+        ("launch.workers=[2]", r"launch.workers.* = \[2\]: must be a list of at least 2"),
+    ]:
+        with pytest.raises(UserError, match=rule):
+            load_run(path, [bad])
+
+
+def test_a_resolved_run_file_takes_what_its_other_keys_allow(tmp_path):
+    values = run_values("x")
+    (tmp_path / "resolved.toml").write_text(make_run(values).to_toml())
+    for changes in ({"width": 64}, {"heads": 4}, {"heads": 4, "kv_heads": 2}, {"width": 48, "head_width": 16}):
+        overrides = [f"model.{key}={value}" for key, value in changes.items()]
+        again, anew = load_run(tmp_path / "resolved.toml", overrides), make_run(values, overrides)
+        assert again.model.spec.head_width == anew.model.spec.head_width
+        assert again.model.spec.heads == anew.model.spec.heads
+        assert again.model.spec.kv_heads == changes.get("kv_heads", again.model.spec.heads)
+    assert load_run(tmp_path / "resolved.toml", ["model.preset=gpt2-tiny"]).model.width == 32
+    for key, value in (("preset", "gpt2"), ("init", "hf:somewhere"), ("config", "hf:somewhere"), ("family", "llama")):
+        with pytest.raises(UserError, match=rf"model.{key} = '{value}': can't be set over a resolved run file"):
+            load_run(tmp_path / "resolved.toml", [f"model.{key}={value}"])
+
+
+def test_a_tilde_that_begins_a_path_is_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = run_values("x", tokenizer={"kind": "hf:~/tokenizer"}, data={"store": "~/st", "chat": "~/chat.jinja"})
+    run = make_run({**values, "run_dir": "~/runs/x"})
+    assert (run.run_dir, run.data.store, run.data.chat) == ("/home/me/runs/x", "/home/me/st", "/home/me/chat.jinja")
+    assert run.tokenizer.kind == "hf:/home/me/tokenizer"
+    with pytest.raises(UserError, match=r"/home/me/model"):
+        make_run({**run_values("x"), "model": {"init": "~/model"}})
+
+
 def test_unreadable_run_files(tmp_path):
     with pytest.raises(UserError, match="no such run file"):
         load_run(tmp_path / "none.toml")

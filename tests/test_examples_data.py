@@ -47,8 +47,7 @@ def write_configs(folder: Path, configs: dict[str, dict[str, str]]) -> None:
 
 
 def openwebtext(folder: Path) -> list[str]:
-    write_rows(folder / "plain_text" / "train-00000-of-00001.parquet", {"text": SENTENCES})
-    write_configs(folder, {"plain_text": {"train": "plain_text/train-*"}})
+    write_rows(folder / "plain_text" / "train" / "0000.parquet", {"text": SENTENCES})
     return SENTENCES
 
 

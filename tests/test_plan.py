@@ -160,6 +160,7 @@ def test_devices_that_are_not_here():
     assert plan.xla_bytes is plan.memory is None
     assert "  total            not available: the run has 64 devices, here there is 1" in str(plan)
     assert "devices          64 (here: 1 x cpu), in 1 process" in str(plan)
+    assert 'computes in      float32, as on CPUs; for accelerators set train.compute_dtype = "bfloat16"' in str(plan)
     launched = mw.make_run(run_values("none", launch={"kind": "processes", "workers": 2, "devices_per_worker": 2}))
     assert "4 (here: 1 x cpu), in 2 processes" in str(api.plan(launched))
 

@@ -230,6 +230,10 @@ def test_a_finished_run_trains_no_more():
     assert outcome.step == 12
     assert "12" in shown
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+    resolved = Path("runs/tiny/run.toml").read_bytes()
+    with pytest.raises(UserError, match=r"train.steps = 8: 12 are done, as .*step_00000012 says; raise it to train on"):
+        train(make(train={"steps": 8}))
+    assert Path("runs/tiny/run.toml").read_bytes() == resolved
 
 
 @pytest.mark.parametrize("packing", ["stream", "packed"])
@@ -584,6 +588,14 @@ def test_tensorboard_when_asked():
 def test_vocabulary_smaller_than_the_tokenizer_is_refused():
     with pytest.raises(UserError, match=r"model\.vocab_size = 100: must be at least the tokenizer's 257"):
         train(make(model={"vocab_size": 100}))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_a_choice_of_tokens_that_makes_no_sense_is_refused(wrong):
+    train(make(train={"steps": 4}))
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=rf"{name} = {value!r}: must be "):
+        mw.open_run("runs/tiny").generate("a", **wrong)
 
 
 def test_generate_and_stream_agree():

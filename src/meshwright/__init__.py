@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from meshwright.api import open_run as open_run
     from meshwright.api import plan as plan
     from meshwright.api import prepare as prepare
+    from meshwright.api import show_data as show_data
     from meshwright.api import train as train
     from meshwright.config import Run as Run
     from meshwright.config import load_run as load_run
     from meshwright.config import make_run as make_run
     from meshwright.data.sources import Document as Document
+    from meshwright.engines.base import Sampling as Sampling
     from meshwright.errors import UserError as UserError
     from meshwright.track.console import make_console as make_console
 
@@ -33,17 +35,20 @@ _HOMES = {
     "make_run": "config",
     "UserError": "errors",
     "Document": "data.sources",
+    "Sampling": "engines.base",
     "make_console": "track.console",
     "TrainedRun": "api",
     "open_run": "api",
     "plan": "api",
     "prepare": "api",
+    "show_data": "api",
     "train": "api",
 }
 
 __all__ = [
     "Document",
     "Run",
+    "Sampling",
     "TrainedRun",
     "UserError",
     "load_run",
@@ -52,6 +57,7 @@ __all__ = [
     "open_run",
     "plan",
     "prepare",
+    "show_data",
     "train",
 ]
 

@@ -17,10 +17,11 @@ from meshwright.data.corpus import Corpus
 from meshwright.data.documents import Source
 from meshwright.data.prepare import prepare as prepare_corpus
 from meshwright.data.show import View, look
+from meshwright.data.store import SPLITS
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
-from meshwright.launch.devices import prepare_devices
+from meshwright.launch.devices import idle_card, prepare_devices
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.resuming import data_identity, run_identity
@@ -76,8 +77,10 @@ def show_data(run: Run, *, count: int = 3, split: str = "train") -> View:
         The examples; `meshwright.track.view.show_view` prints them.
 
     Raises:
-        UserError: the data can't be prepared, or the split is too short for one example.
+        UserError: the data can't be prepared, or there is no such split, or it is too short for one example.
     """
+    if split not in SPLITS:
+        raise UserError(f"split = {split!r}: must be one of {', '.join(SPLITS)}")
     return look(prepare(run, console=make_console(sys.stderr)), run, count, split)
 
 
@@ -127,6 +130,8 @@ def train(
     console = console or make_console()
     with ExitStack() as closing:
         closing.callback(console.close)
+        if run.engine == "jax" and group.is_primary and (idle := idle_card()):
+            console.note(idle)
         feed = None
         if run.data.stream:
             from meshwright.launch.ray_stream import StreamFeed
@@ -281,7 +286,7 @@ class TrainedRun:
             temperature, top_k, top_p, seed: how tokens are chosen; see `meshwright.engines.base.Sampling`.
 
         Raises:
-            UserError: prompt and continuation don't fit the context.
+            UserError: prompt and continuation don't fit the context, or tokens can't be chosen so.
         """
         pieces = self.stream(prompts, Sampling(temperature, top_k, top_p, seed), max_tokens=max_tokens)
         return ["".join(column) for column in zip(*pieces, strict=True)]
@@ -290,6 +295,8 @@ class TrainedRun:
         self, prompts: str | list[str], sampling: Sampling | None = None, *, max_tokens: int | None = None
     ) -> Iterator[list[str]]:
         """As `generate`, yielding the text of each prompt piece by piece; never half a character."""
+        sampling = sampling or Sampling()
+        sampling.check()
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             return
@@ -300,7 +307,7 @@ class TrainedRun:
             trained = self.run.train.sequence_length  # positions beyond were never trained: go there only if one must
             max_tokens = max(min(200, (trained if longest < trained else context) - longest), 1)
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
-        for tokens in self.engine.generate(ids, max_tokens, stop, sampling or Sampling()):
+        for tokens in self.engine.generate(ids, max_tokens, stop, sampling):
             yield [
                 "" if token is None else decoder.push(token) for decoder, token in zip(decoders, tokens, strict=True)
             ]

@@ -98,7 +98,7 @@ def plan(run_file: str, overrides: tuple[str, ...], devices: int | None, compile
 
     \b
     Example:
-      meshwright plan examples/stdlib.toml --devices 64 mesh.fsdp=8 mesh.tensor=8
+      meshwright plan examples/stdlib.toml --devices 8 mesh.fsdp=4 mesh.tensor=2
     """
     from meshwright.api import plan
     from meshwright.config import load_run

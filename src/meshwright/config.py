@@ -33,7 +33,8 @@ from meshwright.config_train import (
 )
 from meshwright.errors import UserError, closest
 from meshwright.models.spec import ANY, ModelSpec
-from meshwright.starting import from_checkpoint, from_config, from_preset, tokenizer_of
+from meshwright.overrides import apply_overrides, expand_home
+from meshwright.starting import from_checkpoint, from_config, from_preset, has_every_key, tokenizer_of
 from meshwright.storage.store import copy_of, is_remote
 
 
@@ -74,8 +75,7 @@ class ModelSection(ModelSpec):
         name, init, config = (values.get(key, other) for key, other in _STARTS.items())
         if not all(isinstance(value, str) for value in (name, init, config)):
             return values
-        # A resolved run file has every key (`config` is a newer one), and stays good when the checkpoint is gone.
-        is_resolved = ModelSpec.model_fields.keys() - {"config"} <= values.keys()
+        is_resolved = has_every_key(values)  # and stays good when the checkpoint is gone
         if init != "random":
             return values if is_resolved else from_checkpoint(values, name, init)
         if config and name:
@@ -266,16 +266,18 @@ def make_run(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = ()
     """Check a run given as nested dictionaries.
 
     Arguments:
-        values: as `tomllib` reads them; left as they are.
+        values: as `tomllib` reads them; left as they are. A `~` that begins a path is this user's home.
         overrides: as for `load_run`.
         where: what error messages call the run.
 
     Raises:
         UserError: a key, a type, a value or a combination is wrong; one line for each.
     """
+    if not isinstance(values, dict):
+        raise UserError(f"{values!r}: must be a dictionary of sections; load_run reads a run file")
     values = copy.deepcopy(values)
-    for override in overrides:
-        _apply(values, override)
+    apply_overrides(values, overrides, Run)
+    expand_home(values)
     try:
         return Run.model_validate(values)
     except ValidationError as error:
@@ -283,22 +285,6 @@ def make_run(values: dict[str, Any], overrides: list[str] | tuple[str, ...] = ()
         raise UserError("\n".join(lines)) from None
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
-    if not sign or not key.strip():
-        raise UserError(f"{override!r}: an override has the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, last = key.strip().split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise UserError(f"{override!r}: {section!r} is a key, not a section; write it without what follows the dot")
-    values[last] = value
 
 
 def _explain(item: Any) -> str:
@@ -315,8 +301,19 @@ def _explain(item: Any) -> str:
         return f"{key} = {item['input']!r}: must be {item['ctx']['error']}"
     if item["type"] == "model_type":
         return f"{key} = {item['input']!r}: must be a section, [{key}]"
+    if item["type"] in ("list_type", "too_short", "too_long"):
+        return f"{key} = {item['input']!r}: must be {_rule_of_list(item)}"
     rule = item["msg"].removeprefix("Input ").removeprefix("should be ")
     return f"{key} = {item['input']!r}: must be {rule}"
+
+
+def _rule_of_list(item: Any) -> str:
+    limits = item.get("ctx", {})
+    if "min_length" in limits:
+        return f"a list of at least {limits['min_length']}"
+    if "max_length" in limits:
+        return f"a list of at most {limits['max_length']}"
+    return f"""a list, such as ["{item["input"]}"]""" if isinstance(item["input"], str) else "a list"
 
 
 _LISTED: dict[Any, type[Section]] = {(DataSection, "train"): MixedSource, (MixedSource, "later"): WeightFrom}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
-_OPTIONAL = ("tensorboard",)
+_OPTIONAL = ("torch", "transformers", "peft", "bitsandbytes", "ray", "datasets", "s3fs", "gcsfs", "tensorboard")
 _NEEDED_BYTES = 2 * 10**9
 
 
@@ -51,19 +51,19 @@ def _packages() -> Finding:
 
 
 def _optional() -> Finding:
-    versions = {name: _version(name) for name in _OPTIONAL}
-    return Finding(
-        "optional", True, ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    )
+    there = [f"{name} {version}" for name in _OPTIONAL if (version := _version(name))]
+    return Finding("optional", True, ", ".join(there) or "none")
 
 
 def _devices() -> Finding:
     import jax
     import jax.numpy as jnp
 
-    devices = jax.devices()
-    total = float(jnp.ones((64, 64)).sum())
-    return Finding("devices", total == 64 * 64, f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
+    from meshwright.launch.devices import idle_card
+
+    devices, idle = jax.devices(), idle_card()
+    good = float(jnp.ones((64, 64)).sum()) == 64 * 64 and not idle
+    return Finding("devices", good, idle or f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()})")
 
 
 def _memory() -> Finding:

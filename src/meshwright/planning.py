@@ -180,8 +180,10 @@ def _layout(plan: Plan) -> Rows:
     if (stages := mesh.sizes["pipeline"]) > 1:
         ticks = f"({stages} - 1) / ({mesh.accumulate} micro-batches x {mesh.rounds} + {stages} - 1)"
         rows.append(("bubble", f"{plan.bubble:.1%} of a stage's time: {ticks}"))
-    products = ", products in float8" if uses_float8(run, plan.dtype) else ""
-    return [*rows, ("computes in", f"{plan.dtype.name}{products}")]
+    more = ", products in float8" if uses_float8(run, plan.dtype) else ""
+    if plan.devices != here and t.compute_dtype == "auto" and jax.default_backend() == "cpu":
+        more = ', as on CPUs; for accelerators set train.compute_dtype = "bfloat16"'
+    return [*rows, ("computes in", f"{plan.dtype.name}{more}")]
 
 
 def _cuts(plan: Plan, axis: str) -> str:

@@ -16,6 +16,20 @@ from meshwright.models.spec import ModelSpec
 from meshwright.rundir import RunDirectory
 
 
+def check_steps(run: Run, checkpoints: Checkpoints) -> None:
+    """Refuse a run that has gone beyond its end.
+
+    Raises:
+        UserError: it has.
+    """
+    own = checkpoints.committed()
+    if own and own[-1].step > run.train.steps:
+        raise UserError(
+            f"train.steps = {run.train.steps}: {own[-1].step} are done, as {own[-1].folder} says; raise it to train "
+            "on, or give the run another name or run_dir to start afresh"
+        )
+
+
 def with_start(run: Run, corpus: Corpus, checkpoints: Checkpoints, note: Callable[[str], None], group: Group) -> Run:
     """The run, with `model.init` as the engine is to start: `RESTORED` where a checkpoint of its own is gone on from,
     but under LoRA what that one is based on; and of another run's directory the folder of its newest sound one."""

@@ -13,6 +13,11 @@ CHANGEABLE = {"context_length", "dropout", "capacity_factor", "balance_loss", "r
 """Keys of the spec that may differ from those of the checkpoint: no parameter depends on them."""
 
 
+def has_every_key(values: dict[str, Any]) -> bool:
+    """Whether `[model]` is that of a resolved run file; `config` is a newer key."""
+    return ModelSpec.model_fields.keys() - {"config"} <= values.keys()
+
+
 def from_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
     """The keys of a preset, under those of a run file.
 

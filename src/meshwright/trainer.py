@@ -23,7 +23,7 @@ from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.profiling import Profile
 from meshwright.recorder import Recorder
-from meshwright.resuming import batch_sizes_of, identity_of, resume, with_start
+from meshwright.resuming import batch_sizes_of, check_steps, identity_of, resume, with_start
 from meshwright.rundir import RunDirectory
 from meshwright.signals import Stop, stop_signals
 from meshwright.storage.mirror import mirror_of
@@ -102,6 +102,7 @@ def train(
         if group.size == 1:  # else a process that is gone would be waited for
             closing.enter_context(checkpoints)
         checkpoints.sweep()
+        check_steps(run, checkpoints)
         started_as = with_start(run, corpus, checkpoints, trackers.note, group)
         engine = make_engine(started_as, spec)
         identity = partial(identity_of, run, spec, corpus, engine)

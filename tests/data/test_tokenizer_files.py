@@ -97,4 +97,4 @@ except UserError as error:
     end = local.special_tokens["<|endoftext|>"]
     assert known.split() == [local.fingerprint, *map(str, (len(templates.QWEN), local.end_of_text, 0, end))]
     assert local.end_of_text == local.special_tokens["</s>"] != end
-    assert refused.startswith("tokenizer.kind = 'hf:no/model': no such folder, and the hub gave none")
+    assert refused.startswith("tokenizer.kind = 'hf:no/model': no such folder, and the hub has none of that name")

@@ -122,12 +122,25 @@ def test_no_such_folder(name):
 def test_a_name_that_the_hub_does_not_give(monkeypatch):
     import huggingface_hub
 
-    def fail(name, allow_patterns):
-        raise ConnectionError(name)
+    class RepositoryNotFoundError(Exception):
+        pass
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=r"hf:someone/model.*the hub gave none \(ConnectionError\)"):
-        open_checkpoint("hf:someone/model")
+    class GatedRepoError(RepositoryNotFoundError):
+        pass
+
+    for error, said in (
+        (ConnectionError("no route\nto it"), r"the hub gave none \(ConnectionError: no route\); give a folder"),
+        (OSError(), r"the hub gave none \(OSError\); give a folder"),
+        (RepositoryNotFoundError("404"), r"the hub has none of that name that you may see; .*hf auth login"),
+        (GatedRepoError("403"), r"is gated; accept its terms on its page of the hub, then log in \(`hf auth login`\)"),
+    ):
+
+        def fail(name, allow_patterns, error=error):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(UserError, match=rf"model.init = 'hf:someone/model': .*{said}"):
+            open_checkpoint("hf:someone/model")
 
 
 def test_a_name_on_the_hub_is_fetched_without_pickles(folder, monkeypatch):

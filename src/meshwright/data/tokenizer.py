@@ -313,8 +313,10 @@ def open_tokenizer(kind: str) -> Tokenizer:
         return TiktokenTokenizer(kind)
     if kind.startswith("hf:"):
         return LibraryTokenizer(kind, *read_tokenizer(kind))
-    ready_made = ["bytes", "tiktoken:<name>", "hf:<name or folder>"]
-    raise UserError(f"tokenizer.kind = {kind!r}: not a ready-made tokenizer; choose from {', '.join(ready_made)}")
+    raise UserError(
+        f"tokenizer.kind = {kind!r}: not a ready-made tokenizer; choose from bytes, tiktoken:<name>, hf:<name or "
+        "folder>; bpe, which is trained on the text, is for preparing it"
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

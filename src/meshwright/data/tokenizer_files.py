@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.hub_errors import refused
 
 
 def read_tokenizer(kind: str) -> tuple[Any, dict[str, Any]]:
@@ -37,9 +38,7 @@ def read_tokenizer(kind: str) -> tuple[Any, dict[str, Any]]:
             except EntryNotFoundError:
                 continue
     except Exception as error:
-        raise UserError(
-            f"tokenizer.kind = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); {mend}"
-        ) from None
+        raise refused("tokenizer.kind", kind, error, mend) from None
     return read_folder(folder)
 
 

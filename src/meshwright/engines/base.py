@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshwright.data.examples import Batch
+from meshwright.errors import UserError
 from meshwright.hub.export import Parameters
 from meshwright.hub.reader import Checkpoint
 
@@ -26,6 +27,20 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+    def check(self) -> None:
+        """See that the numbers make sense.
+
+        Raises:
+            UserError: one doesn't.
+        """
+        for name, good, rule in (
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "greater than 0, and 1 (all tokens) at most"),
+        ):
+            if not good:
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be {rule}")
 
 
 class Engine(Protocol):

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.hub.tensor_file import Entry, Index, read_header, read_tensor
+from meshwright.hub_errors import refused
 
 CONFIG, SINGLE, LISTED = "config.json", "model.safetensors", "model.safetensors.index.json"
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -99,10 +100,8 @@ def _fetched(kind: str, patterns: list[str], key: str = "model.init") -> str:
     try:
         return snapshot_download(kind.removeprefix("hf:"), allow_patterns=patterns)
     except Exception as error:
-        raise UserError(
-            f"{key} = {kind!r}: no such folder, and the hub gave none ({type(error).__name__}); give a folder "
-            f"that holds {CONFIG}, or the name of a model on the hub"
-        ) from None
+        mend = f"give a folder that holds {CONFIG}, or the name of a model on the hub"
+        raise refused(key, kind, error, mend) from None
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
@@ -127,7 +126,10 @@ def _entries(folder: Path) -> dict[str, Entry]:
             f"{pickled[0]}: pickled tensors aren't read, since opening them may run anything; save the model as "
             f"safetensors (save_pretrained of transformers does)"
         )
-    raise UserError(f"{folder}: holds neither {SINGLE} nor {LISTED}; give the folder of a whole checkpoint")
+    raise UserError(
+        f"{folder}: holds neither {SINGLE} nor {LISTED}; give the folder of a whole checkpoint, with its tensors as "
+        "safetensors (save_pretrained of transformers writes them; pickled ones aren't read)"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

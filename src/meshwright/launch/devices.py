@@ -8,12 +8,14 @@ from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 
 from meshwright.config import Run
 from meshwright.errors import UserError
 from meshwright.launch.addresses import LOOPBACK, address_for_others, split
 from meshwright.launch.group import JaxGroup
 
+_NVIDIA = Path("/proc/driver/nvidia/version")
 _HEARTBEAT_SECONDS = 20
 _THREADS = 64
 _COUNT = """
@@ -27,6 +29,13 @@ def on_cpu() -> bool:
     """Whether JAX has nothing but the CPU to use. Asking JAX itself would start its threads."""
     no_plugin = not entry_points(group="jax_plugins") and find_spec("libtpu") is None
     return os.environ.get("JAX_PLATFORMS") == "cpu" or no_plugin
+
+
+def idle_card() -> str:
+    """What to say where JAX has been installed without what an NVIDIA card of this machine needs; empty: nothing."""
+    if not _NVIDIA.exists() or "JAX_PLATFORMS" in os.environ or not on_cpu():
+        return ""
+    return "an NVIDIA card is here, but JAX has the CPU alone; pip install 'meshwright[cuda]' to use it"
 
 
 def prepare_devices(run: Run) -> None:
