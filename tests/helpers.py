@@ -93,7 +93,7 @@ def object_store() -> Iterator[dict[str, str]]:
         server.stop()
 
 
-def meshwright(*arguments: object, cwd: Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def meshwright(*arguments: object, cwd: Path, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
     """Run a command to its end."""
     return subprocess.run(
         [*MAIN, *map(str, arguments)],
@@ -126,7 +126,7 @@ def kill(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-def wait_for(condition, process: subprocess.Popen, timeout: float = 60) -> None:
+def wait_for(condition, process: subprocess.Popen, timeout: float = 180) -> None:
     """Poll until a condition holds while a process runs."""
     end = time.monotonic() + timeout
     while not condition():

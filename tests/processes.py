@@ -18,7 +18,7 @@ def run_processes(
     function: Callable[..., Any],
     workers: int = 2,
     devices_per_worker: int = 1,
-    timeout: float = 60,
+    timeout: float = 180,
     arguments: tuple = (),
     engine: str = "jax",
 ) -> list:

@@ -128,7 +128,7 @@ class Training:
         log = self.directory / "log.txt"
         return log.read_text().count("  engine ") if log.exists() else 0
 
-    def until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         """Wait while the command runs."""
         end = time.monotonic() + seconds
         while not condition():
@@ -136,7 +136,7 @@ class Training:
             assert time.monotonic() < end, f"took more than {seconds} s:\n{self.output}"
             time.sleep(0.02)
 
-    def end(self, seconds: float = 150) -> int:
+    def end(self, seconds: float = 300) -> int:
         """Wait for the exit code."""
         try:
             return self.process.wait(seconds)

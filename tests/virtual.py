@@ -20,7 +20,7 @@ def measured_on_eight_devices(file: str) -> dict[str, Any]:
     """What a file prints as JSON when it runs as a script on eight virtual devices."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, **virtual_devices(8), "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

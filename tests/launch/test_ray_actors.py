@@ -9,7 +9,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from meshwright.launch import ray_cluster, ray_train
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def callbacks(kind) -> set[str]:
@@ -24,7 +24,7 @@ def test_what_has_no_work_is_left_out(own, monkeypatch):
     assert left_out == {"DatasetsCallback"} | ({"PlacementGroupCleanerCallback"} if own else set())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone():
     ray_of = ray_cluster.ray_cluster
     with ray_of("", "launch.kind") as ray:

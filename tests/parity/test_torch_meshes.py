@@ -13,7 +13,7 @@ from torch_jobs import FAMILIES, LAYOUTS, MORE, Layout, make_run, result, train
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(600)  # all cases run before the first test, four processes side by side
+pytestmark = pytest.mark.timeout(1100)  # all cases run before the first test, four processes side by side
 
 CASES = [f"{family}/{layout}" for family in FAMILIES for layout in LAYOUTS]
 CASES += ["qwen3/tensor 2", "gemma3/tensor 2", "mixtral/fsdp 2, accumulation 2"]

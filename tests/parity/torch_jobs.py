@@ -190,7 +190,7 @@ def restored_case(folder: Path, name: str) -> dict[str, np.ndarray]:
     return found
 
 
-def start(folder: Path, workers: int, names: list[str], timeout: float = 240) -> None:
+def start(folder: Path, workers: int, names: list[str], timeout: float = 500) -> None:
     """Run cases, one after another, in one group of processes; `folder` then holds `RANK NAME.npz` of each."""
     from meshwright.launch.processes import reserved_port
 
