@@ -449,3 +449,10 @@ def test_promises_of_the_readme_name_what_is_missing():
     stands = README.split("## What stands today")[1].split("\n## ")[0]
     for missing in ("W&B", "MLflow"):
         assert re.search(rf"{missing}[^.]* planned", stands), missing
+
+
+def test_all_that_is_public_is_on_the_page_for_python():
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    assert [name for name in mw.__all__ if f"mw.{name}" not in page] == []
+    methods = [name for name in vars(mw.TrainedRun) if not name.startswith("_") and name != "engine"]
+    assert [name for name in methods if f"`{name}" not in page] == []
