@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch_jobs
-from torch_jobs import FAMILIES, LAYOUTS, MORE, Layout, make_run, result, train
+from torch_jobs import FAMILIES, LAYOUTS, MORE, RESTORED, Layout, make_run, result, train
 
 pytest.importorskip("transformers")
 
@@ -17,11 +17,6 @@ pytestmark = pytest.mark.timeout(1100)  # all cases run before the first test, f
 
 CASES = [f"{family}/{layout}" for family in FAMILIES for layout in LAYOUTS]
 CASES += ["qwen3/tensor 2", "gemma3/tensor 2", "mixtral/fsdp 2, accumulation 2"]
-RESTORED = [
-    ("llama", "tensor 2", "from fsdp 4"),
-    ("gpt2", "fsdp 2", "from fsdp 2 x tensor 2"),
-    ("qwen2 tied", "ddp 2", "from ddp 2 x tensor 2"),
-]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**_ROTARY, "num_local_experts": 4}),
 }
 """Those that are trained on one."""
+RESTORED = [
+    ("llama", "tensor 2", "from fsdp 4"),
+    ("gpt2", "fsdp 2", "from fsdp 2 x tensor 2"),
+    ("qwen2 tied", "ddp 2", "from ddp 2 x tensor 2"),
+]
+"""Families, the layouts that go on, and those that they go on from."""
+_SAVED = [f"{family}/{other.removeprefix('from ')}" for family, _, other in RESTORED]
 
 
 def make_run(checkpoint: Path | str, layout: Layout, **sections: Any):
@@ -151,7 +158,7 @@ def train(run, steps: int = STEPS) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def case_of(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Train a case, generate from it, and save it."""
+    """Train a case, generate from it, and save what another goes on from."""
     from meshwright.engines.base import Sampling
     from meshwright.hub.reader import Checkpoint
 
@@ -171,11 +178,12 @@ def case_of(folder: Path, name: str) -> dict[str, np.ndarray]:
     found["read"] = np.array([sum(read), max(read), engine.parameters])
     texts = engine.generate([[1, 2, 3], [4]], 6, VOCAB, Sampling(seed=1))
     found["text"] = np.array(list(texts))
-    target = folder / f"state of {name.replace('/', ' on ')}"
-    target.mkdir(exist_ok=True)
-    saved = engine.save(target)
-    engine.train_step(rows_of(engine, batch(0)))  # may go on at once
-    saved()
+    if name in _SAVED:
+        target = folder / f"state of {name.replace('/', ' on ')}"
+        target.mkdir(exist_ok=True)
+        saved = engine.save(target)
+        engine.train_step(rows_of(engine, batch(0)))  # may go on at once
+        saved()
     return found
 
 
@@ -230,6 +238,8 @@ def main() -> None:
     group = join(int(port), int(rank), int(workers))
     for name in names:
         found = (case_of if name.count("/") == 1 else restored_case)(Path(folder), name)
+        if int(rank) > 0:  # what is compared of the others
+            found = {key: found[key] for key in ("loss", "text", "rows", "read") if key in found}
         np.savez(Path(folder, f"{rank} {name.replace('/', ' on ')}.npz"), **found)
     leave(group)
 
