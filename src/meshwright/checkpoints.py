@@ -77,7 +77,7 @@ class Checkpoints:
             the others only write their part of the state.
         on_committed: told by `wait` of the checkpoint that was under way, in every process.
         on_failed: told, in place of an exception, of one that failed, once the next one is committed; for a process
-            that trains alone, as of several only the one concerned knows.
+            that trains alone, as of several the others wait for the one that failed.
         reader: fetches what is on an object store; a `Mirror` has what is saved there, too.
     """
 
@@ -179,10 +179,11 @@ class Checkpoints:
             manifest: `step`, `val_loss` (None: not evaluated), and whatever else it should say.
 
         Raises:
-            Exception: what went wrong with the one before, when this one is committed, unless `on_failed` is told.
+            Exception: what went wrong with the one before, unless `on_failed` is told; then with this one.
         """
-        failure = self._finished()
-        if failure and self._on_failed:
+        if failure := self._finished():
+            if self._on_failed is None:
+                raise failure.error
             shutil.rmtree(failure.partial, ignore_errors=True)  # it takes room
         name = f"step_{manifest['step']:08d}"
         partial, mirror = self._partial(name), self._mirror
@@ -205,10 +206,8 @@ class Checkpoints:
         self._under_way = Checkpoint(self.folder / name, manifest)
         self._thread = threading.Thread(target=commit, name="checkpoint")
         self._thread.start()
-        if failure:
+        if failure and self._on_failed:
             self.wait()
-            if self._on_failed is None:
-                raise failure.error
             self._on_failed(
                 f"the checkpoint of step {failure.step} could not be saved ({failure.error}); that of step "
                 f"{manifest['step']} is"
