@@ -80,10 +80,18 @@ def cases(family: str) -> list[tuple[Layout, int]]:
     ]
 
 
-def covering(family: str) -> list[tuple[Layout, int]]:
-    """Every layout that a family can have, once: the families take turns at the accumulations of a layout."""
-    turn, found = list(FAMILIES).index(family), []
+def covering() -> list[tuple[str, Layout, int]]:
+    """The part of all cases that is always run: every layout with three families, in turns at its accumulations.
+
+    They are both dense ones and one of the two with experts; where the experts are cut, all three that have some.
+    """
+    found = []
     for number, layout in enumerate(LAYOUTS):
-        if counts := [accumulate for one, accumulate in cases(family) if one == layout]:
-            found.append((layout, counts[(number + turn) % len(counts)]))
+        with_experts = ["moe", "mla-moe"]
+        families = (
+            [*with_experts, "moe-capacity"] if "expert" in layout.mesh else ["gpt2", "llama", with_experts[number % 2]]
+        )
+        for turn, family in enumerate(families):
+            counts = [accumulate for one, accumulate in cases(family) if one == layout]
+            found.append((family, layout, counts[(number + turn) % len(counts)]))
     return found
