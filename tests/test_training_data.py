@@ -149,8 +149,6 @@ def test_keys_that_a_store_cannot_follow_are_refused():
             prepare(make(data={"train": str(store), "validation": 0.3, asked: value}))
     with pytest.raises(UserError, match=r"data.validation = 0.2: the store .* was made with 0.3, and stays so"):
         prepare(make(data={"train": str(store)}))
-    with pytest.raises(UserError, match=r"data.store = 'other': nothing is to be made"):
-        prepare(make(data={"train": str(store), "validation": 0.3, "store": "other"}))
     with pytest.raises(UserError, match=r"data.validation = .*: is a prepared store; name the text"):
         prepare(make(data={"validation": str(store)}))
 

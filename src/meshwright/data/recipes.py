@@ -167,10 +167,6 @@ def _open_ready(run: Run, path: str) -> Store:
 
 
 def _check_ready(data: DataSection, stores: list[Store]) -> None:
-    if data.store:
-        raise UserError(
-            f"data.store = {data.store!r}: nothing is to be made, as data.train names stores; leave the key out"
-        )
     for store in stores:
         made = store.manifest["made_from"]
         validation = made["validation"]

@@ -31,6 +31,7 @@ from meshwright.trainer import Outcome
 
 _POLL_SECONDS = 0.25
 _GONE_SECONDS = 5.0
+_NOTED_SECONDS = 20.0  # for Ray Train to note that the run failed, and not that it was broken off
 _ELASTIC_START_SECONDS = 10.0
 # What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
 _KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
@@ -204,7 +205,7 @@ def _attend(ray: Any, run: Run, scale: Scale, desk: Any, fit: _Fit, console: Con
             getattr(console, method)(*arguments)
         if news.failure is not None:
             console.close()
-            fit.join(_GONE_SECONDS)
+            fit.join(_NOTED_SECONDS)
             raise UserError(_in_words(news.failure, run))
         if not running:
             return True
