@@ -14,7 +14,7 @@ from ray_runs import SLOWLY, Training, add_node, cluster_of, write
 import meshwright as mw
 from meshwright.storage.store import Store
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 URL = "s3://runs/broken"
 

@@ -37,6 +37,7 @@ def broken_off(folder, how: str) -> int:
     return max(int(path.parent.name[5:]) for path in folder.glob("runs/tiny/checkpoints/step_*[0-9]/manifest.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "source", "how"), [("data", "init", "killed"), ("fsdp", "config", "stopped")])
 def test_a_mesh_goes_on_bit_for_bit(base, tmp_path, axis, source, how):
     sections = {

@@ -20,7 +20,10 @@ from meshwright.engines.torch.mesh import make_torch_mesh
 from meshwright.engines.torch.plan import Placed
 from meshwright.engines.torch.start import start
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
 
 LLAMA = {"preset": "llama-tiny", "init": "random", "vocab_size": 97}
 LARGE = {"layers": 12, "width": 384, "heads": 4, "kv_heads": 4, "ffn_width": 1536}
