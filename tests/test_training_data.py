@@ -13,6 +13,7 @@ from meshwright import trainer
 from meshwright.checkpoints import Checkpoint
 from meshwright.data.loader import TrainData
 from meshwright.data.prepare import prepare
+from meshwright.data.store import is_store
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.errors import UserError
 from meshwright.resuming import batch_sizes_of
@@ -154,6 +155,7 @@ def test_keys_that_a_store_cannot_follow_are_refused():
 
 
 def test_a_folder_of_text_may_have_a_manifest_of_its_own():
+    assert not is_store("texts") and not is_store("x" * 400)
     Path("texts/manifest.json").write_text('{"manifest_version": 3, "name": "an extension"}')
     corpus = prepare(make(data={"validation": 0.0}))
     assert corpus.stores[0].manifest["made_from"]["source"]["files"] == 61

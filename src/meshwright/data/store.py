@@ -13,6 +13,7 @@ those of the rejected one, end of text. Weights are bits: `LEARNED`, and `REJECT
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -236,10 +237,11 @@ class Store:
 
 def is_store(path: str | Path) -> bool:
     """Whether a folder is a token store, be it one that can't be opened; other things have a `manifest.json`, too."""
-    try:
-        manifest = json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    file = Path(path) / "manifest.json"
+    if not os.path.isfile(file):  # false, too, for what can't be the name of a file
         return False
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True
     return isinstance(manifest, dict) and not {"format", "splits", "made_from"}.isdisjoint(manifest)
