@@ -25,7 +25,10 @@ def test_what_has_no_work_is_left_out(own, monkeypatch):
 
 
 @pytest.mark.timeout(240)
-def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone():
+def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone(monkeypatch):
+    # What Ray and the run would set in this process, and leave there for the tests that follow.
+    for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
+        monkeypatch.setenv(f"RAY_{name}", value)
     ray_of = ray_cluster.ray_cluster
     with ray_of("", "launch.kind") as ray:
         assert ray_cluster.is_own_cluster()
