@@ -36,7 +36,8 @@ def keep_freed_memory() -> bool:
         return False
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     free.argtypes, madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
+    # -1: never. The largest threshold of an int is less than the pool, which would go back to the kernel when freed.
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1)):
         mallopt(option, value)
     pool = malloc(_POOL_BYTES)
     if pool:
