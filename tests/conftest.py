@@ -13,7 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from helpers import QUICK
+from helpers import QUICK, write_corpus
 
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items):
 
 def _has_clusters(item):
     return item.path.name.startswith("test_ray_")
+
+
+@pytest.fixture
+def in_folder_with_texts(tmp_path, monkeypatch):
+    """Where the runs of `tiny_runs` find what they train on."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "texts")
 
 
 def pytest_unconfigure(config):
