@@ -77,6 +77,26 @@ MISTAKES = [
     ),
     ({"train": {"remat": "some"}}, r"train\.remat = 'some': must be 'none', 'full' or 'products'"),
     (
+        {"model": {"preset": "llama-tiny", "shared_experts": 2}},
+        r"model\.shared_experts = 2 needs experts > 0; set experts, or shared_experts = 0",
+    ),
+    (
+        {"model": {"preset": "llama-tiny", "capacity_factor": 1.0}},
+        r"model\.capacity_factor = 1\.0 needs experts > 0",
+    ),
+    (
+        {"model": {"preset": "llama-tiny", "rope_factor": 8.0}},
+        r"model\.rope_factor = 8\.0 needs a rope_scaling; choose one, or set it to 1",
+    ),
+    (
+        {"model": {"preset": "llama-tiny", "rotary_width": 16}},
+        r'model\.rotary_width = 16 needs attention = "latent"; set that, or rotary_width = 0',
+    ),
+    (
+        {"model": {"preset": "llama-tiny", "rope_scaling": "yarn", "rope_original_length": 64, "rope_theta": 1.0}},
+        r'model\.rope_theta = 1\.0 must be over 1 for rope_scaling = "yarn"',
+    ),
+    (
         {"model": {"preset": "moe-tiny", "experts": 2, "experts_per_token": 3}},
         r"model\.experts_per_token = 3 must not exceed experts = 2",
     ),

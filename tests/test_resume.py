@@ -213,6 +213,15 @@ def test_changed_run_is_refused_with_the_difference(change, expected):
     assert Path("runs/tiny/run.toml").read_bytes() == before
 
 
+def test_schedule_free_goes_on_with_its_beta1_alone():
+    """Its state holds one of two averages; the other is made of it and of that number."""
+    train(make(train={"steps": 4}, optimizer={"kind": "schedule_free"}))
+    with pytest.raises(UserError, match=r"optimizer\.beta1 = 0\.5; the checkpoint was made with 0\.9"):
+        train(make(optimizer={"kind": "schedule_free", "beta1": 0.5}))
+    train(make(name="adamw", train={"steps": 4}))
+    assert train(make(name="adamw", optimizer={"beta1": 0.5}))[0].step == 12
+
+
 def test_changed_text_is_refused():
     train(make(train={"steps": 4}))
     Path("texts/000.txt").write_text("something else altogether\n")

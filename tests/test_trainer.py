@@ -240,7 +240,7 @@ def test_an_own_model_is_not_opened_as_another():
         mw.open_run("runs/tiny").generate("the ", max_tokens=2)
 
 
-@pytest.mark.parametrize("name", ["loss", "step"])
+@pytest.mark.parametrize("name", ["loss", "step", "stop", "val_loss"])
 def test_metrics_of_reserved_names_or_shapes_are_refused(name):
     with pytest.raises(UserError, match=f"metric '{name}': is the name of a record's own key"):
         train(make(), metrics={name: lambda update: update.loss})
@@ -329,7 +329,10 @@ def test_vocabulary_smaller_than_the_tokenizer_is_refused():
         train(make(model={"vocab_size": 100}))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}, {"max_tokens": 0}],
+)
 def test_a_choice_of_tokens_that_makes_no_sense_is_refused(wrong):
     train(make(train={"steps": 4}))
     ((name, value),) = wrong.items()

@@ -21,6 +21,7 @@ from meshwright.data.store import SPLITS
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
+from meshwright.hub.generation import ends_of, kept_generation
 from meshwright.launch.devices import idle_card, prepare_devices
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
@@ -300,14 +301,25 @@ class TrainedRun:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             return
+        if max_tokens is not None and max_tokens < 1:
+            raise UserError(f"max_tokens = {max_tokens}: must be 1 or more")
+        for prompt in prompts:
+            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+                raise UserError(f"prompt = {prompt[:40]!r}: isn't text in UTF-8; give it in that encoding")
         stop = self.tokenizer.end_of_text
+        others = {*ends_of(stop, kept_generation(self.files.path))} - {stop}
         ids = [list(self.tokenizer.encode(prompt)) or [stop] for prompt in prompts]
         longest, context = max(len(one) for one in ids), self.run.model.context_length
         if max_tokens is None:
             trained = self.run.train.sequence_length  # positions beyond were never trained: go there only if one must
             max_tokens = max(min(200, (trained if longest < trained else context) - longest), 1)
         decoders = [StreamDecoder(self.tokenizer) for _ in ids]
+        over = [False] * len(ids)
         for tokens in self.engine.generate(ids, max_tokens, stop, sampling):
+            over = [ended or token in others for ended, token in zip(over, tokens, strict=True)]
+            if all(over):
+                break
+            tokens = [None if ended else token for ended, token in zip(over, tokens, strict=True)]
             yield [
                 "" if token is None else decoder.push(token) for decoder, token in zip(decoders, tokens, strict=True)
             ]
@@ -342,7 +354,8 @@ class TrainedRun:
         for record in read_metrics(self.files.metrics):
             if record.get("step", step + 1) <= step:
                 losses |= {key: record[key] for key in ("loss", "val_loss", "val_bits_per_byte") if key in record}
-        trained = Trained(self.run, self.engine, self.tokenizer, self.checkpoint.manifest, losses)
+        said = kept_generation(self.files.path)
+        trained = Trained(self.run, self.engine, self.tokenizer, self.checkpoint.manifest, said, losses)
         tokens_BT = real_tokens(self.run, self.tokenizer)
         if adapter:
             return export_adapter(Path(out), trained, tokens_BT)

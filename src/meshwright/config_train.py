@@ -80,7 +80,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Pull towards zero, on matrices and embeddings only."""
     beta1: Share = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients (of Muon's matrices it is 0.95)."""
     beta2: Share = 0.95
     """Decay of the mean of squared gradients (of Lion: of its momentum)."""
     clip_norm: NonNegativeFloat = 1.0

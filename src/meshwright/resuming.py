@@ -80,6 +80,8 @@ def run_identity(run: Run, spec: ModelSpec) -> dict[str, Any]:
         "data.packing": run.data.packing,
         **({"data.document_mask": run.data.document_mask} if run.data.packing == "packed" else {}),
         **({"dpo.beta": run.dpo.beta} if run.data.packing == "pairs" else {}),
+        # The average that is evaluated can't be had from the state without the beta1 that made it.
+        **({"optimizer.beta1": run.optimizer.beta1} if run.optimizer.kind == "schedule_free" else {}),
         "train.sequence_length": run.train.sequence_length,
     }
 

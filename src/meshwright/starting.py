@@ -54,7 +54,7 @@ def from_checkpoint(values: dict[str, Any], name: str, init: str) -> dict[str, A
     if values.get("config"):
         raise UserError("model.config: comes with the checkpoint that model.init names; leave one of them out")
     values = {key: value for key, value in values.items() if key != "config"}
-    theirs = _architecture(init, values.get("family", ""))
+    theirs = _architecture(init, values.get("family", ""), values.get("dropout"))
     if theirs.family == ANY and "dropout" in values:
         theirs = _other(theirs, dropout=values["dropout"])
     given = from_preset(values, name) if name else values
@@ -68,7 +68,7 @@ def from_checkpoint(values: dict[str, Any], name: str, init: str) -> dict[str, A
                 f"model.{key} = {value!r}: the checkpoint {init!r} has {there!r}; leave it out, as all that its "
                 "parameters depend on comes from there"
             )
-    kept = {key: value for key, value in given.items() if key in free}
+    kept = {key: value for key, value in values.items() if key in free}  # not a preset's: the checkpoint goes first
     return {**theirs.model_dump(), **values, **kept, "vocab_size": theirs.vocab_size}
 
 
@@ -84,11 +84,12 @@ def from_config(values: dict[str, Any]) -> dict[str, Any]:
     config = values["config"]
     if not config.startswith("hf:"):
         raise UserError(f"model.config = {config[:40]!r}: must be hf:<folder or name>, where a config.json is")
-    theirs = _read(config, "model.config", values.get("family", ""))
+    theirs = _read(config, "model.config", values.get("family", ""), values.get("dropout"))
     if theirs.family != ANY:
         return {**_over(theirs, values), "config": ""}
     values = {key: value for key, value in values.items() if key != "config" and (key, value) != ("vocab_size", 0)}
     theirs = _other(theirs, **{key: values[key] for key in ("vocab_size", "dropout") if key in values})
+    theirs = _without_padding(theirs)
     for key in ModelSpec.model_fields:
         if key in values and values[key] != getattr(theirs, key):
             raise UserError(
@@ -106,17 +107,29 @@ def _other(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return any_model().spec_from_hf(any_model().changed(hf_from_spec(spec), **numbers))
 
 
-def _read(kind: str, key: str, family: str) -> ModelSpec:
+def _without_padding(spec: ModelSpec) -> ModelSpec:
+    from meshwright.models.hf import any_model, hf_from_spec
+
+    return any_model().spec_from_hf(any_model().without_padding(hf_from_spec(spec)))
+
+
+def _read(kind: str, key: str, family: str, dropout: Any = None) -> ModelSpec:
     from meshwright.hub.reader import read_config
     from meshwright.models.hf import FAMILIES, spec_from_hf
 
     config = read_config(kind, key)
-    return spec_from_hf(config, ANY if family == ANY or config.get("model_type") not in FAMILIES else "")
+    if family == ANY or config.get("model_type") not in FAMILIES:
+        return spec_from_hf(config, ANY)
+    if (
+        config["model_type"] == "gpt2" and isinstance(dropout, int | float) and 0 <= dropout < 1
+    ):  # one here, three there
+        config = {**config, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return spec_from_hf(config)
 
 
-def _architecture(init: str, family: str) -> ModelSpec:
+def _architecture(init: str, family: str, dropout: Any) -> ModelSpec:
     if init.startswith("hf:"):
-        return _read(init, "model.init", family)
+        return _read(init, "model.init", family, dropout)
     from meshwright.config import load_run
 
     run_file = Path(init) / "run.toml"
@@ -129,19 +142,32 @@ def _architecture(init: str, family: str) -> ModelSpec:
 
 
 def tokenizer_of(init: str) -> str | None:
-    """The `tokenizer.kind` of what came with a checkpoint; None: nothing did.
+    """The `tokenizer.kind` of what came with a checkpoint; None: there is no such run directory.
 
     Arguments:
         init: `model.init`, other than `random`.
+
+    Raises:
+        UserError: the checkpoint has no tokenizer. One trained on the run's text would give the ids other meanings.
     """
     if init.startswith("hf:"):
         path = Path(init.removeprefix("hf:")).expanduser()
         if not path.is_dir():
             return init  # on the hub: whether one is there isn't known before it is fetched
-        return f"hf:{path}" if (path / "tokenizer.json").is_file() else None
+        if not (path / "tokenizer.json").is_file():
+            raise UserError(
+                f"model.init = {init!r}: has no tokenizer.json, and its ids mean nothing without the tokenizer; save "
+                "that there (AutoTokenizer.from_pretrained(…).save_pretrained(…)), or set tokenizer.kind"
+            )
+        return f"hf:{path}"
     folder = Path(init) / "tokenizer"
+    if not (folder.parent / "run.toml").is_file():
+        return None
     try:
         kind = json.loads((folder / "spec.json").read_text(encoding="utf-8"))["kind"]
     except (OSError, ValueError, KeyError):
-        return None
+        raise UserError(
+            f"{folder / 'spec.json'}: missing or broken, and the checkpoint's ids mean nothing without the tokenizer; "
+            "set tokenizer.kind to the one that the run had"
+        ) from None
     return f"hf:{folder}" if kind == "bpe" or kind.startswith("hf:") else kind

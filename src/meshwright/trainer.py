@@ -19,6 +19,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.engines.base import Engine, Sampling
 from meshwright.errors import UserError
+from meshwright.hub.generation import keep_generation
 from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.profiling import Profile
@@ -89,7 +90,7 @@ def train(
             corpus = feed.corpus(console.prepare_progress, console.note)
         else:
             corpus = prepare_once(run, source, console, group)
-        tokenizer, spec = corpus.tokenizer(), resolve_spec(run, corpus)
+        tokenizer, spec = corpus.tokenizer(), resolve_spec(run, corpus, is_stored=feed is None)
         eval_every, prompt = run.train.eval_every if evaluates(run, corpus) else 0, sample_prompt(run, tokenizer)
         checkpoints = Checkpoints(
             directory.checkpoints,
@@ -112,6 +113,8 @@ def train(
         data = feed.examples(batch_sizes, trackers.note) if feed else TrainData(corpus, run, batch_sizes)
         if group.is_primary:
             directory.begin(run, spec, tokenizer, corpus.path if source else None)
+            if not resumed:
+                keep_generation(run, directory.path)
         trackers.start(_header(run, engine, corpus, data), start)
         recorder = Recorder(run, trackers, start, tokens, data.taken, engine.token_seconds)
         profile = closing.enter_context(Profile(run, engine.trace, directory.profile if group.is_primary else None))
@@ -169,18 +172,41 @@ def prepare_once(run: Run, source: Source | None, console: Console, group: Group
     return corpus
 
 
-def resolve_spec(run: Run, corpus: Corpus) -> ModelSpec:
+def resolve_spec(run: Run, corpus: Corpus, is_stored: bool = True) -> ModelSpec:
     """The architecture with its vocabulary: the tokenizer's size, unless the run file asks for a larger one.
 
+    A checkpoint may have fewer than its own tokenizer (Gemma 3 of 1B: its token for images has no place in the table),
+    which is good where the text has none of the others.
+
+    Arguments:
+        run: the run.
+        corpus: its data.
+        is_stored: whether the corpus holds all the tokens, and not just some, while others come as it trains.
+
     Raises:
-        UserError: `model.vocab_size` is smaller than the tokenizer's.
+        UserError: the model's vocabulary is smaller than the tokenizer's, and the text or no checkpoint asks for more.
     """
     spec, needed = run.model.spec, corpus.vocab_size
-    if spec.vocab_size and spec.vocab_size < needed:
+    if not spec.vocab_size:
+        return spec.model_copy(update={"vocab_size": needed})
+    if spec.vocab_size >= needed:
+        return spec
+    if run.model.init == "random":
         raise UserError(
-            f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; leave the key out"
+            f"model.vocab_size = {spec.vocab_size}: must be at least the tokenizer's {needed}; set it to that"
         )
-    return spec if spec.vocab_size else spec.model_copy(update={"vocab_size": needed})
+    if not is_stored:
+        raise UserError(
+            f"model.init = {run.model.init!r}: has a vocabulary of {spec.vocab_size}, and the tokenizer of {needed}; "
+            "prepare the text before (no data.stream), to see whether it holds any of the others"
+        )
+    if (highest := corpus.highest_id) >= spec.vocab_size:
+        raise UserError(
+            f"model.init = {run.model.init!r}: has a vocabulary of {spec.vocab_size}, and the text holds the "
+            f"tokenizer's id {highest}; use the checkpoint's own tokenizer (leave out tokenizer.kind), or text without "
+            "that special token"
+        )
+    return spec
 
 
 def evaluate(engine: Engine, corpus: Corpus, run: Run) -> dict[str, float]:

@@ -57,6 +57,20 @@ def test_equals_recomputing_without_a_cache(engine):
     assert len(set(together[0])) > 1
 
 
+def test_experts_with_little_room_drop_nothing_for_a_longer_neighbour():
+    model = {"preset": "moe-tiny", "vocab_size": VOCAB, "capacity_factor": 0.25, "context_length": 128}
+    run = make_run(run_values("x", model=model))
+    engine = JaxEngine(run, run.model.spec, training=False)
+    params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), engine._state.params)
+    engine._state = engine._state._replace(params=params)
+    short, long = list(range(1, 21)), [n % VOCAB for n in range(7, 77)]
+    alone = generate(engine, [short], 8)[0]
+    assert generate(engine, [short, long], 8)[0] == alone
+    with_room = JaxEngine(run, run.model.spec.model_copy(update={"capacity_factor": 0.0}), training=False)
+    with_room._state = engine._state
+    assert generate(with_room, [short], 8)[0] == alone
+
+
 def test_a_text_of_many_calls_equals_recomputing(engine):
     assert generate(engine, [[9, 7]], 50)[0] == recomputed(engine, [9, 7], 50)
 

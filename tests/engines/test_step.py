@@ -169,6 +169,20 @@ def test_muon_moves_matrices_orthogonally_and_at_their_own_rate():
         assert np.abs(slow[name]).max() > 0
 
 
+def test_muon_trains_the_matrices_of_experts():
+    model = {"preset": "moe-tiny", "layers": 2, "experts": 2, "experts_per_token": 2, "vocab_size": VOCAB}
+    values = run_values("x", model=model, optimizer={"kind": "muon", "weight_decay": 0.0, "matrix_learning_rate": 0.01})
+    engine = JaxEngine(make_run(values | {"schedule": {"kind": "constant"}}), make_run(values).model.spec)
+    before = params_of(engine)
+    engine.train_step(batch())
+    moved = {name: before[name] - value for name, value in params_of(engine).items()}
+    for name in ("blocks.mlp.up", "blocks.mlp.down"):
+        assert moved[name].ndim == 4
+        for matrix in moved[name].reshape(-1, *moved[name].shape[-2:]):
+            scale = 0.01 * max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
+            assert 0.5 < np.median(np.linalg.svd(matrix / scale, compute_uv=False)) < 1.3
+
+
 def test_schedule_free_evaluates_the_average():
     run = make(optimizer={"kind": "schedule_free", "learning_rate": 0.1})
     engine = JaxEngine(run, run.model.spec)
@@ -193,6 +207,8 @@ def test_schedule_free_evaluates_the_average():
         ({"kind": "cosine", "warmup_steps": 10, "final_share": 0.1}, {10: 1.0, 99: 0.1}),
         ({"kind": "cosine", "final_share": 0.0}, {0: 1.0, 33: 0.75, 99: 0.0}),
         ({"kind": "wsd", "warmup_steps": 10, "final_share": 0.0}, {9: 1.0, 79: 1.0, 89: 0.5, 99: 0.0}),
+        ({"kind": "wsd", "warmup_steps": 90, "final_share": 0.1}, {89: 1.0, 90: 1.0, 99: 0.1}),
+        ({"kind": "wsd", "decay_steps": 100, "final_share": 0.2}, {0: 1.0, 99: 0.2}),
         ({"kind": "wsd", "decay_steps": 50, "final_share": 0.2}, {49: 1.0, 74: 0.6, 99: 0.2}),
     ],
 )

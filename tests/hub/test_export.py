@@ -17,7 +17,9 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright.cli import main
+from meshwright.errors import UserError
 from meshwright.hub import proof
+from meshwright.hub.generation import keep_generation
 from meshwright.hub.reader import open_checkpoint
 from meshwright.models import llama
 
@@ -95,6 +97,43 @@ def test_shards_and_transformers(trained, tmp_path):
     assert [line for line in done.proof if f"transformers {transformers.__version__}: largest difference" in line]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(done.path)
     assert loaded.generation_config.eos_token_id == 3
+
+
+def test_all_ends_of_text_and_how_tokens_are_chosen_stay(trained, tmp_path, without_transformers):
+    shutil.copytree(trained.run_dir, tmp_path / "run")
+    opened = mw.open_run(tmp_path / "run")
+    text = opened.generate("It was", max_tokens=12, temperature=0.0)[0]
+    ids = opened.tokenizer.encode(f"It was{text}")
+    end = ids[len(opened.tokenizer.encode("It was")) + 3]
+    glass = write_glass(tmp_path / "glass")
+    (glass / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end], "temperature": 0.6}))
+    keep_generation(still_run(tmp_path, "other", f"hf:{glass}"), tmp_path / "run")
+    shutil.rmtree(glass)
+    opened.export(tmp_path / "out")
+    config, said = (json.loads((tmp_path / "out" / f"{n}.json").read_text()) for n in ("config", "generation_config"))
+    assert config["eos_token_id"] == said["eos_token_id"] == [3, end]
+    assert said["temperature"] == 0.6
+    shorter = opened.generate("It was", max_tokens=12, temperature=0.0)[0]
+    assert text.startswith(shorter) and shorter != text
+
+
+def test_here_and_through_a_link(trained, tmp_path, without_transformers, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    opened = mw.open_run(trained.run_dir.absolute())
+    monkeypatch.chdir(tmp_path / "here")
+    for out, folder in ((".", "here"), (tmp_path / "link", "there")):
+        assert str(opened.export(out).path) == str(out)
+        assert (tmp_path / folder / "model.safetensors").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "there", "link"}
+
+
+def test_where_a_file_system_is_mounted_nothing_is_written(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(UserError, match="is where a file system is mounted; name a folder in it"):
+        mw.open_run(trained.run_dir).export(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_bfloat16(trained, tmp_path):

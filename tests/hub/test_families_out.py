@@ -55,7 +55,7 @@ def test_in_and_out(family, tmp_path):
             "train": {"sequence_length": 16},
         }
     )
-    trained = Trained(run, started(run), ByteTokenizer(), {"step": 0}, {})
+    trained = Trained(run, started(run), ByteTokenizer(), {"step": 0}, {}, {})
     done = export(tmp_path / "out", trained, tokens(), shard_bytes=20_000)
     assert sum("largest difference of logits" in line for line in done.proof) == 2
     came, went = saved(tmp_path / "in"), saved(tmp_path / "out")

@@ -9,15 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from glass import CONFIG, glass_tensors
+from helpers import write_corpus
 from runs import all_parameters, started, still_run
 from safetensors.numpy import save_file
 
 import meshwright as mw
+from meshwright.data.prepare import prepare
+from meshwright.data.store import Split
 from meshwright.errors import UserError
+from meshwright.models.hf import hf_from_spec
+from meshwright.models.spec import preset
+from meshwright.trainer import resolve_spec
 
 
-def section(init, **keys):
-    return mw.make_run({"data": {"train": "x"}, "model": {"init": str(init), **keys}, "train": {"sequence_length": 16}})
+def section(init, *, kind="", **keys):
+    values = {"data": {"train": "x"}, "model": {"init": str(init), **keys}, "train": {"sequence_length": 16}}
+    return mw.make_run(values | ({"tokenizer": {"kind": kind}} if kind else {}))
 
 
 def test_the_architecture_and_the_tokenizer_come_from_the_checkpoint(glass):
@@ -34,6 +41,8 @@ def test_the_run_files_of_the_docs_are_whole(glass, tmp_path):
     run = mw.make_run(from_hub)
     assert run.model.layers == 4
     (tmp_path / "run.toml").write_text(run.to_toml())
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/spec.json").write_text(json.dumps({"kind": "bytes"}))
     run = mw.make_run({**from_hub, **tomllib.loads(second.replace("runs/base", str(tmp_path)))})
     assert (run.model.init, run.model.layers) == (str(tmp_path), 4)
     run = mw.make_run({**from_hub, **tomllib.loads(third)})
@@ -59,12 +68,63 @@ def test_a_preset_beside_must_be_the_same_model(glass):
         section(f"hf:{glass}", preset="gpt2-tiny")
 
 
+def test_a_preset_beside_changes_nothing(tmp_path):
+    config = hf_from_spec(preset("llama-tiny").model_copy(update={"vocab_size": 300}))
+    config |= {"rope_theta": 77_777.0, "rope_parameters": None, "max_position_embeddings": 640}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    alone, beside = (section(f"hf:{tmp_path}", kind="bytes", **key).model for key in ({}, {"preset": "llama-tiny"}))
+    assert alone.spec == beside.spec
+    assert (beside.rope_theta, beside.context_length) == (77_777.0, 640)
+    assert (preset("llama-tiny").rope_theta, preset("llama-tiny").context_length) != (77_777.0, 640)
+
+
+def test_a_checkpoint_without_its_tokenizer_is_refused(glass, tmp_path):
+    shutil.copytree(glass, tmp_path / "glass")
+    (tmp_path / "glass/tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"model\.init = .*has no tokenizer\.json, .*set tokenizer\.kind"):
+        section(f"hf:{tmp_path / 'glass'}")
+    assert section(f"hf:{tmp_path / 'glass'}", kind="bytes").tokenizer.kind == "bytes"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.toml").write_text(section(f"hf:{glass}").to_toml())
+    with pytest.raises(UserError, match=r"run/tokenizer/spec\.json: missing or broken, .*set tokenizer\.kind"):
+        section(tmp_path / "run")
+
+
+def test_rates_of_dropout_that_differ_are_refused_unless_one_is_given(tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_pdrop": 0.0}))
+    with pytest.raises(UserError, match=r"\*_pdrop = .*'attn': 0\.0.*set model\.dropout"):
+        section(f"hf:{tmp_path}", kind="bytes")
+    assert section(f"hf:{tmp_path}", kind="bytes", dropout=0.2).model.dropout == 0.2
+
+
+def test_a_vocabulary_may_lack_what_the_text_has_not(tmp_path):
+    """Bytes and an end of text are 257: a table of 256 has no place for the end of text, which each has."""
+    write_corpus(tmp_path / "texts")
+    spec = preset("llama-tiny").model_copy(update={"vocab_size": 256})
+    (tmp_path / "config.json").write_text(json.dumps(hf_from_spec(spec)))
+    values = {"data": {"train": str(tmp_path / "texts"), "store": str(tmp_path / "store")}, "model": {}}
+    values |= {"tokenizer": {"kind": "bytes"}, "train": {"sequence_length": 16}}
+    values["data"]["validation"] = 0.2
+    corpus = prepare(mw.make_run(values | {"model": {"preset": "llama-tiny"}}))
+    run = mw.make_run(values | {"model": {"init": f"hf:{tmp_path}"}})
+    with pytest.raises(UserError, match=r"model\.init = .*has a vocabulary of 256, .*the tokenizer's id 256; use the"):
+        resolve_spec(run, corpus)
+    with pytest.raises(UserError, match=r"vocabulary of 256, and the tokenizer of 257; prepare the text before"):
+        resolve_spec(run, corpus, is_stored=False)
+    for name in ("train", "validation"):
+        corpus.stores[0]._splits[name] = Split(name, [np.array([7, 255, 8], np.uint16)], 255)
+    assert resolve_spec(run, corpus).vocab_size == 256  # a tokenizer's largest id that no text has
+    with pytest.raises(UserError, match=r"model\.vocab_size = 256: must be at least the tokenizer's 257; set it to"):
+        resolve_spec(mw.make_run(values | {"model": {"preset": "llama-tiny", "vocab_size": 256}}), corpus)
+
+
 def test_learned_positions_keep_their_length(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert section(f"hf:{tmp_path}").model.context_length == 64
+    assert section(f"hf:{tmp_path}", kind="bytes").model.context_length == 64
     with pytest.raises(UserError, match=r"model\.context_length = 128"):
-        section(f"hf:{tmp_path}", context_length=128)
+        section(f"hf:{tmp_path}", kind="bytes", context_length=128)
 
 
 def test_neither_preset_nor_checkpoint():
@@ -117,7 +177,7 @@ def start(folder, change):
     change(tensors)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
-    return started(section(f"hf:{folder}"))
+    return started(section(f"hf:{folder}", kind="bytes"))
 
 
 @pytest.mark.parametrize("message", FAULTS)

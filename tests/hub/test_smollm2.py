@@ -1,5 +1,6 @@
 """A real model of 135M parameters, read, held against transformers, and asked something."""
 
+import copy
 import importlib.metadata
 import json
 
@@ -12,6 +13,7 @@ from meshwright.data.tokenizer import open_tokenizer
 from meshwright.engines.base import Sampling
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.engines.jax.start import start_state
+from meshwright.hub.proof import difference, tolerance_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -62,8 +64,10 @@ def test_logits_equal_those_of_transformers(engine, theirs, tokenizer):
     tokens_BT = np.array(tokenizer.encode(ENGLISH)[:128], np.int32).reshape(2, 64)
     with torch.inference_mode():
         expected = theirs(torch.tensor(tokens_BT, dtype=torch.long)).logits.numpy()
+        exact = copy.deepcopy(theirs).double()(torch.tensor(tokens_BT, dtype=torch.long)).logits.numpy()
     found = engine.logits(tokens_BT)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    assert difference(found, expected) <= tolerance_of(found) < 5e-4
+    assert np.linalg.norm(found - exact) < 5e-6 * np.linalg.norm(exact)
     nats = np.log(np.exp(found[:, :-1]).sum(-1)) - np.take_along_axis(found[:, :-1], tokens_BT[:, 1:, None], 2)[..., 0]
     assert nats.mean() < 4.0  # it reads English; a shuffled head would say about log 49152 = 10.8
 

@@ -329,9 +329,22 @@ def test_what_a_family_cannot_hold_is_refused_by_name():
         ("gpt2-tiny", {"vocab_size": 300, "head_width": 64}, "head_width"),
         ("gemma2-tiny", {"vocab_size": 300, "embedding_scale": 2.0}, "embedding_scale"),
         ("minigpt-tiny", {"vocab_size": 300}, "family"),
+        ("moe-tiny", {"vocab_size": 300, "experts": 0}, "experts"),
     ]:
         with pytest.raises(UserError, match=rf"^model[.]{key} = "):
             hf.hf_from_spec(preset(name).model_copy(update=changes))
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "qwen2.5-0.5b", "mistral-7b", "gemma2-2b", "gemma3-1b", "deepseek-v3"])
+def test_rotary_positions_are_told_to_older_versions_too(name):
+    spec = preset(name).model_copy(update={"vocab_size": 300})
+    written = hf.hf_from_spec(spec)
+    assert written["rope_theta"] == spec.rope_theta
+    assert written.get("rope_scaling", {}).get("factor", 1.0) == spec.rope_factor
+    assert written.get("rope_local_base_freq", 0.0) == spec.local_rope_theta
+    older = {key: value for key, value in written.items() if key != "rope_parameters"}
+    newer = {key: value for key, value in written.items() if key == "rope_parameters" or not key.startswith("rope_")}
+    assert hf.spec_from_hf(older) == hf.spec_from_hf(newer) == hf.spec_from_hf(written)
 
 
 def test_null_and_absence_differ_where_they_do_for_transformers():

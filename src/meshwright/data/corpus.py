@@ -44,6 +44,12 @@ class Corpus:
         return self.stores[0].manifest["tokenizer"]["vocab_size"]
 
     @property
+    def highest_id(self) -> int:
+        """Of all tokens, which are read, and of what fills rows."""
+        splits = [store.split(name) for store in self.stores for name in ("train", "validation")]
+        return max(max(split.highest_id, split.end_of_text) for split in splits)
+
+    @property
     def tokenizer_fingerprint(self) -> str:
         """The tokenizer's, without opening it."""
         return self.stores[0].manifest["tokenizer"]["fingerprint"]

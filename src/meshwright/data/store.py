@@ -150,6 +150,11 @@ class Split:
         sizes = np.array([len(value) for value in self._token_bytes], np.int64)
         return sum(int(sizes[part].sum()) for _, part in self._parts())
 
+    @property
+    def highest_id(self) -> int:
+        """Of all tokens; reads them all. -1 where there are none."""
+        return max((int(part.max()) for _, part in self._parts()), default=-1)
+
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         for start in range(0, self.token_count, SCAN_TOKENS):
             yield start, self.read(start, min(SCAN_TOKENS, self.token_count - start))

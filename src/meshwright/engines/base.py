@@ -37,6 +37,7 @@ class Sampling(NamedTuple):
         for name, good, rule in (
             ("temperature", self.temperature >= 0, "0 or more"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("seed", 0 <= self.seed < 2**31, "a whole number from 0 to 2147483647"),
             ("top_p", 0 < self.top_p <= 1, "greater than 0, and 1 (all tokens) at most"),
         ):
             if not good:

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.config_train import LoraSection
 from meshwright.errors import UserError
 from meshwright.hub.export import Parameters
-from meshwright.hub.proof import TOLERANCE, Logits, Proof, difference
+from meshwright.hub.proof import Logits, Proof, difference, tolerance_of
 from meshwright.hub.reference import peft_logits, peft_version
 from meshwright.hub.tensor_file import read_header, read_tensor, write_file
 from meshwright.models.spec import ModelSpec
@@ -104,13 +104,14 @@ def prove_adapter(
     Raises:
         UserError: a tensor isn't what was to be written, or `peft` is installed and can't open the adapters.
     """
-    proof = Proof(tokens_BT.size, TOLERANCE)
+    ours = run_logits(tokens_BT)
+    proof = Proof(tokens_BT.size, tolerance_of(ours))
     _compare_products(folder, spec, lora, parameters)
     if not (version := peft_version()):
         proof.missing = _MISSING
         return proof
     theirs = peft_logits(base, folder, tokens_BT)
-    proof.differences[f"the run's model and peft {version}"] = difference(run_logits(tokens_BT), theirs)
+    proof.differences[f"the run's model and peft {version}"] = difference(ours, theirs)
     return proof
 
 

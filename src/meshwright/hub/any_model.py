@@ -81,6 +81,22 @@ def changed(config: dict[str, Any], *, vocab_size: int | None = None, dropout: f
     return new
 
 
+def without_padding(config: dict[str, Any]) -> dict[str, Any]:
+    """A config in which no token is padding: PyTorch doesn't train that one's embedding, and the id may be a word's.
+
+    Arguments:
+        config: of `config.json`; given back as it is where its class must have such a token.
+    """
+    new = {**config, "pad_token_id": None}
+    if "text_config" in _config_and_class(config)[0].to_dict():
+        new["text_config"] = {**(config.get("text_config") or {}), "pad_token_id": None}
+    try:
+        _config_and_class(new)
+    except UserError:
+        return config
+    return new
+
+
 def config_of(spec: ModelSpec) -> Any:
     """The config of `transformers`.
 
@@ -101,7 +117,7 @@ def make(spec: ModelSpec) -> Any:
 
     try:
         return AutoModelForCausalLM.from_config(config_of(spec), dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError, AssertionError) as error:
         kind = hf_from_spec(spec).get("model_type")
         raise UserError(
             f"config.json: model_type = {kind!r}: this version of transformers can't make the model "

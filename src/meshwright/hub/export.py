@@ -36,7 +36,8 @@ def write_model(
     *,
     dtype: str,
     shard_bytes: int,
-    tokens: dict[str, int],
+    tokens: dict[str, Any],
+    generation: dict[str, Any] | None = None,
 ) -> None:
     """Write `config.json`, `generation_config.json` and the tensors, one tensor at a time.
 
@@ -47,6 +48,7 @@ def write_model(
         dtype: a key of `TYPES`.
         shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
         tokens: ids of special tokens by their names in configs, such as `eos_token_id`.
+        generation: what else `generation_config.json` is to say.
 
     Raises:
         UserError: the family can't represent the model; nothing is written then.
@@ -59,7 +61,7 @@ def write_model(
         )
     tensors = tensors_of(rules, parameters.shapes)
     _write_json(folder / CONFIG, {**config, "dtype": dtype, **tokens})
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+    _write_json(folder / "generation_config.json", {**(generation or {"_from_model_config": True}), **tokens})
     size = DTYPES[TYPES[dtype]].itemsize
     shards = _shards(tensors, size, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]

@@ -82,6 +82,20 @@ def read_config(kind: str, key: str = "model.init") -> dict[str, Any]:
     return _read_json((_folder(kind, key) or Path(_fetched(kind, [CONFIG], key))) / CONFIG)
 
 
+def read_optional(kind: str, name: str) -> dict[str, Any]:
+    """What a JSON file of a checkpoint says that needn't be there; empty where it isn't.
+
+    Arguments:
+        kind: as for `open_checkpoint`.
+        name: of the file.
+
+    Raises:
+        UserError: there is no such checkpoint, or the file is broken.
+    """
+    path = (_folder(kind) or Path(_fetched(kind, [CONFIG, name]))) / name
+    return _read_json(path) if path.is_file() else {}
+
+
 def _folder(kind: str, key: str = "model.init") -> Path | None:
     name = kind.removeprefix("hf:")
     path = Path(name).expanduser()

@@ -1,5 +1,6 @@
 """Exports the model of a run: writes it beside, proves it, and only then gives the folder its name."""
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from meshwright.files import sync
 from meshwright.hub.adapter import Base, about, base_name, prove_adapter, write_adapter
 from meshwright.hub.card import model_card
 from meshwright.hub.export import TYPES, Parameters, write_model
+from meshwright.hub.generation import with_ends
 from meshwright.hub.proof import Proof, compare_tensors, prove
 from meshwright.hub.reader import Checkpoint, open_checkpoint
 from meshwright.hub.reference import peft_version
@@ -39,6 +41,8 @@ class Trained:
     tokenizer: Tokenizer
     manifest: dict[str, Any]
     """Of the checkpoint."""
+    generation: dict[str, Any]
+    """See `meshwright.hub.generation.kept_generation`."""
     losses: dict[str, float]
     """See `meshwright.hub.card.model_card`."""
 
@@ -76,8 +80,9 @@ def export(
     def write(folder: Path) -> tuple[list[str], str]:
         spec, parameters = trained.run.model.spec, trained.engine.on_host()
         write_tokenizer(folder, trained.tokenizer, spec.context_length)
-        ids = token_ids(trained.tokenizer)
-        write_model(folder, spec, parameters, dtype=dtype, shard_bytes=shard_bytes, tokens=ids)
+        said = trained.generation
+        tokens = with_ends(token_ids(trained.tokenizer), said)
+        write_model(folder, spec, parameters, dtype=dtype, shard_bytes=shard_bytes, tokens=tokens, generation=said)
         proof, failure = _proven(folder, trained, tokens_BT, dtype)
         _write_card(folder, trained, dtype, proof)
         return proof, failure
@@ -146,6 +151,9 @@ def _made(out: Path, write: Callable[[Path], tuple[list[str], str]]) -> Export:
         write: given an empty folder, writes all that is to be in it; gives what was compared, in lines, and why it
             isn't the run's model, empty where it is.
     """
+    given, out = out, out.resolve()  # `.`, and what a link leads to
+    if os.path.ismount(out):
+        raise UserError(f"{out}: is where a file system is mounted; name a folder in it that isn't there yet")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already; nothing is overwritten: name a folder that isn't there, or is empty")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +172,7 @@ def _made(out: Path, write: Callable[[Path], tuple[list[str], str]]) -> Export:
             shutil.rmtree(folder)
     sync(out.parent)
     files = sorted(path.name for path in out.iterdir())
-    return Export(out, files, sum((out / name).stat().st_size for name in files), proof)
+    return Export(given, files, sum((out / name).stat().st_size for name in files), proof)
 
 
 def _write_card(folder: Path, trained: Trained, dtype: str, proof: list[str], adapters_of: str = "") -> None:

@@ -73,21 +73,22 @@ class Block(nnx.Module):
         placement, rate = self.spec.norm_placement, self.spec.dropout
         before = placement in ("pre", "both")
         y_BTD, x_BTD = self.attention_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
+        generates = cache is not None
         y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
         if placement in ("both", "after"):
             y_BTD = (self.attention_out_norm if before else self.attention_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
         x_BTD = self.attention_norm(x_BTD) if placement == "post" else x_BTD
         y_BTD, x_BTD = self.mlp_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
-        y_BTD, routing = self._feed_forward(y_BTD, places)
+        y_BTD, routing = self._feed_forward(y_BTD, places, generates)
         if placement in ("both", "after"):
             y_BTD = (self.mlp_out_norm if before else self.mlp_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 2, places.order_T)
         return self.mlp_norm(x_BTD) if placement == "post" else x_BTD, cache, routing
 
-    def _feed_forward(self, x_BTD: jax.Array, places: Places) -> tuple[jax.Array, Routing | None]:
+    def _feed_forward(self, x_BTD: jax.Array, places: Places, generates: bool) -> tuple[jax.Array, Routing | None]:
         if isinstance(self.mlp, MoE):
-            return self.mlp(x_BTD, places)
+            return self.mlp(x_BTD, places, keep_all=generates)
         return self.mlp(x_BTD), None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.models.expert_rules import expert_rules, gated_rules
 from meshwright.models.hf import Fields, refusal
-from meshwright.models.hf_keys import read_rope, read_sizes, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_rope, read_sizes, write_rope, write_sizes
 from meshwright.models.llama import outer_rules
 from meshwright.models.spec import ModelSpec
 from meshwright.models.weights import Rule, linear, transposed
@@ -177,7 +177,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": False,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
         "first_k_dense_replace": spec.dense_layers if spec.experts else spec.layers,
         "intermediate_size": spec.dense_ffn_width if spec.dense_layers else spec.ffn_width,
         "moe_intermediate_size": spec.ffn_width,

@@ -9,7 +9,7 @@ from meshwright.models.hf_keys import (
     read_rope,
     read_sizes,
     write_layer_types,
-    write_scaling,
+    write_rope,
     write_sizes,
 )
 from meshwright.models.llama import attention_rules, mlp_rules, norm_rules, outer_rules
@@ -94,7 +94,7 @@ _SOFTCAPS = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "fi
 def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """The `config.json` of an architecture."""
     config = write_sizes(spec, "gemma2", "Gemma2ForCausalLM") | write_gemma(spec)
-    return config | {"rope_parameters": write_scaling(spec)}
+    return config | write_rope(spec)
 
 
 def write_gemma(spec: ModelSpec) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshwright.models.gemma2 import gemma, read_gemma, weights, write_gemma
 from meshwright.models.hf import Fields, refusal
-from meshwright.models.hf_keys import read_layer_types, read_scaling, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_layer_types, read_scaling, write_rope, write_scaling, write_sizes
 from meshwright.models.spec import ModelSpec
 
 __all__ = ["PRESETS", "hf_from_spec", "spec_from_hf", "weights"]
@@ -77,7 +77,7 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
 
 def _read_ropes(fields: Fields, spec: dict[str, Any]) -> dict[str, Any]:
     by_kind = fields.take("rope_parameters", {})
-    full = by_kind.get("full_attention") or fields.take("rope_scaling", {})
+    full = (by_kind.get("full_attention") or {}) | fields.take("rope_scaling", {})
     local = by_kind.get("sliding_attention") or {}
     full = {"rope_theta": fields.take("rope_theta", _THETA)} | full
     local = {"rope_theta": fields.take("rope_local_base_freq", _LOCAL_THETA)} | local
@@ -99,10 +99,12 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     return (
         write_sizes(spec, "gemma3_text", "Gemma3ForCausalLM")
         | write_gemma(spec)
+        | write_rope(spec)
         | {
+            "rope_local_base_freq": local,
             "rope_parameters": {
                 "full_attention": write_scaling(spec),
                 "sliding_attention": {"rope_type": "default", "rope_theta": local},
-            }
+            },
         }
     )

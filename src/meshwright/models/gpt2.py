@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshwright.models.hf import Fields
+from meshwright.models.hf import Fields, refusal
 from meshwright.models.spec import ModelSpec
 from meshwright.models.weights import Rule, linear
 
@@ -37,7 +37,9 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
     fields.expect("scale_attn_by_inverse_layer_idx", False)
     fields.expect("add_cross_attention", False)
     width = fields.take("n_embd", 768)
-    drops = {fields.take(f"{part}_pdrop", 0.1) for part in ("resid", "embd", "attn")}
+    drops = {part: fields.take(f"{part}_pdrop", 0.1) for part in ("resid", "embd", "attn")}
+    if len(set(drops.values())) > 1:
+        raise refusal("*_pdrop", drops, 'can\'t differ; set model.dropout, or model.family = "transformers"')
     spec = ModelSpec(
         family="gpt2",
         vocab_size=fields.take("vocab_size", 50_257),
@@ -48,7 +50,7 @@ def spec_from_hf(config: dict[str, Any]) -> ModelSpec:
         context_length=fields.take("n_positions", 1024),
         norm_eps=fields.take("layer_norm_epsilon", 1e-5),
         tied_embeddings=fields.take("tie_word_embeddings", True),
-        dropout=drops.pop() if len(drops) == 1 else 0.0,
+        dropout=drops["resid"],
     )
     fields.done()
     return spec

@@ -94,6 +94,11 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     config = _module(spec).hf_from_spec(spec)
     if spec.family == ANY:
         return config
+    if not spec.experts and any(rule.ours.endswith(".router") for rule in weights(spec)):
+        raise UserError(
+            f"model.experts = 0: a checkpoint of the family {spec.family} has some; set it so, or choose another "
+            "model.family"
+        )
     read = spec_from_hf(config)
     for key in ModelSpec.model_fields:
         ours, theirs = getattr(spec, key), getattr(read, key)

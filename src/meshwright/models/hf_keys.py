@@ -1,7 +1,7 @@
 """Keys that the configs of many families share, read and written. Imports no framework.
 
 transformers 5 writes what belongs to rotary positions as `rope_parameters`; before, it was `rope_theta` and
-`rope_scaling`. Both are read, the former is written.
+`rope_scaling`, and version 4 reads these alone. Both are read, and both are written.
 """
 
 from collections.abc import Callable
@@ -69,9 +69,9 @@ def write_sizes(spec: ModelSpec, model_type: str, architecture: str) -> dict[str
 def read_rope(fields: Fields) -> dict[str, Any]:
     """Keys of `ModelSpec` for rotary positions that are the same in all layers."""
     fields.expect("partial_rotary_factor", 1.0)
-    key = "rope_parameters" if "rope_parameters" in fields else "rope_scaling"
-    given, theta = fields.take(key, {}), fields.take("rope_theta", 10_000.0)
-    return read_scaling(key, {"rope_theta": theta, **given}, fields.take("max_position_embeddings"))
+    older, newer = fields.take("rope_scaling", {}), fields.take("rope_parameters", {})
+    key, theta = "rope_scaling" if older else "rope_parameters", fields.take("rope_theta", 10_000.0)
+    return read_scaling(key, {"rope_theta": theta, **(older or newer)}, fields.take("max_position_embeddings"))
 
 
 def read_scaling(key: str, parameters: dict[str, Any], context_length: int) -> dict[str, Any]:
@@ -105,6 +105,14 @@ def read_scaling(key: str, parameters: dict[str, Any], context_length: int) -> d
             read["rope_mscale"], read["rope_mscale_all"] = growth
     inner.done()
     return read
+
+
+def write_rope(spec: ModelSpec) -> dict[str, Any]:
+    """Undoes `read_rope`."""
+    newer = write_scaling(spec)
+    older = {name: value for name, value in newer.items() if name != "rope_theta"}
+    scaled = {} if spec.rope_scaling == "none" else {"rope_scaling": older}
+    return {"rope_parameters": newer, "rope_theta": spec.rope_theta, **scaled}
 
 
 def write_scaling(spec: ModelSpec) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Llama 2 and 3 and SmolLM2 are checkpoints of this family.
 from typing import Any
 
 from meshwright.models.hf import Fields, refusal
-from meshwright.models.hf_keys import read_rope, read_sizes, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_rope, read_sizes, write_rope, write_sizes
 from meshwright.models.spec import ModelSpec
 from meshwright.models.weights import Rule, linear
 
@@ -85,7 +85,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": spec.bias,
         "mlp_bias": spec.bias,
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
     }
 
 

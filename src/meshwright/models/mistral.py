@@ -3,7 +3,7 @@
 from typing import Any
 
 from meshwright.models.hf import Fields
-from meshwright.models.hf_keys import read_rope, read_sizes, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_rope, read_sizes, write_rope, write_sizes
 from meshwright.models.llama import PRESETS as LLAMA
 from meshwright.models.llama import weights
 from meshwright.models.spec import ModelSpec
@@ -48,5 +48,5 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     return write_sizes(spec, "mistral", "MistralForCausalLM") | {
         "hidden_act": "silu",
         "sliding_window": spec.window or None,
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
     }

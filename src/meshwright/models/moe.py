@@ -57,8 +57,8 @@ class MoE(nnx.Module):
 
     Without a capacity factor no token is ever dropped, and what a token gets depends on the token alone. With one, each
     expert has a room in each sequence (GShard, Lepikhin et al., 2020), filled in the order of the sequence: a token may
-    be dropped because of earlier tokens, but never because of later ones or of other sequences. A token decoded by
-    itself is never dropped.
+    be dropped because of earlier tokens, but never because of later ones or of other sequences. In generation
+    nothing is dropped.
 
     Arguments:
         spec: the architecture; `experts` must be set.
@@ -82,13 +82,15 @@ class MoE(nnx.Module):
         self.shared = MLP(spec, shared_width, std=std, out_std=out_std, rngs=rngs) if shared_width else None
         self.spec = spec
 
-    def __call__(self, x_BTD: jax.Array, places: Places) -> tuple[jax.Array, Routing]:
+    def __call__(self, x_BTD: jax.Array, places: Places, keep_all: bool = False) -> tuple[jax.Array, Routing]:
         """Send each token through its experts.
 
         Arguments:
             x_BTD: the normed residual stream.
             places: where its columns stand, and how much each counts in `Routing`. What a token gets doesn't depend on
                 its weight.
+            keep_all: whether to drop none: prompts of one call are padded to one length, so that their room would be
+                another's.
 
         Returns:
             The output, `[B, T, D]`, and what the router did.
@@ -100,7 +102,7 @@ class MoE(nnx.Module):
         shares_BTE, chosen_BTJ, gates_BTJ = route(scores_BTE, self.spec, bias_E)
         gate_EDF = None if self.gate is None else self.gate[...]
         kernels = ExpertKernels(gate_EDF, self.up[...], self.down[...], self.spec.activation)
-        if self.spec.capacity_factor:
+        if self.spec.capacity_factor and not keep_all:
             room = expert_room(self.spec, x_BTD.shape[1])
             y_BTD, kept_BTJ = experts_with_room(x_BTD, chosen_BTJ, gates_BTJ, kernels, places.order_T, room)
         else:

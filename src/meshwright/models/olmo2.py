@@ -3,7 +3,7 @@
 from typing import Any
 
 from meshwright.models.hf import Fields
-from meshwright.models.hf_keys import read_rope, read_sizes, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_rope, read_sizes, write_rope, write_sizes
 from meshwright.models.llama import PRESETS as LLAMA
 from meshwright.models.llama import attention_rules, mlp_rules, norm_rules, outer_rules
 from meshwright.models.spec import ModelSpec
@@ -43,7 +43,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     return write_sizes(spec, "olmo2", "Olmo2ForCausalLM") | {
         "hidden_act": "silu",
         "attention_bias": False,
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
     }
 
 

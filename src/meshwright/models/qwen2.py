@@ -8,7 +8,7 @@ from meshwright.models.hf_keys import (
     read_rope,
     read_sizes,
     write_layer_types,
-    write_scaling,
+    write_rope,
     write_sizes,
 )
 from meshwright.models.llama import PRESETS as LLAMA
@@ -65,7 +65,7 @@ def write_qwen(spec: ModelSpec) -> dict[str, Any]:
     """Undoes `read_qwen`, sizes excepted."""
     return {
         "hidden_act": "silu",
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
         "use_sliding_window": bool(spec.window),
         "sliding_window": spec.window or None,
         "max_window_layers": 0 if spec.window else spec.layers,

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshwright.models.expert_rules import expert_rules
 from meshwright.models.hf import Fields
-from meshwright.models.hf_keys import read_rope, read_sizes, write_scaling, write_sizes
+from meshwright.models.hf_keys import read_rope, read_sizes, write_rope, write_sizes
 from meshwright.models.llama import attention_rules, norm_rules, outer_rules
 from meshwright.models.qwen3 import PRESETS as QWEN3
 from meshwright.models.spec import ModelSpec
@@ -69,7 +69,7 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "norm_topk_prob": spec.renormalize,
         "use_sliding_window": bool(spec.window),
         "sliding_window": spec.window or None,
-        "rope_parameters": write_scaling(spec),
+        **write_rope(spec),
     }
 
 

@@ -179,6 +179,9 @@ class ModelSpec(BaseModel):
             raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}; set it to one of {fits}")
         if self.attention == "latent":
             self._check_latent()
+        for key in ("kv_latent", "query_latent", "rotary_width", "value_width"):
+            if self.attention != "latent" and getattr(self, key):
+                raise ValueError(f'{key} = {getattr(self, key)} needs attention = "latent"; set that, or {key} = 0')
         if self.experts and self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token} must not exceed experts = {self.experts}; choose fewer"
@@ -215,6 +218,10 @@ class ModelSpec(BaseModel):
     def _check_positions(self) -> None:
         if self.rope_scaling != "none" and self.positions != "rotary":
             raise ValueError(f'rope_scaling = {self.rope_scaling!r} needs positions = "rotary"; it is "learned"')
+        if self.rope_scaling == "none" and self.rope_factor != 1.0:
+            raise ValueError(f"rope_factor = {self.rope_factor} needs a rope_scaling; choose one, or set it to 1")
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1.0:
+            raise ValueError(f'rope_theta = {self.rope_theta} must be over 1 for rope_scaling = "yarn"')
         if self.rope_scaling in ("llama3", "yarn") and not self.rope_original_length:
             raise ValueError(f"rope_scaling = {self.rope_scaling!r} needs rope_original_length > 0; set it")
         if self.rope_scaling == "llama3" and self.rope_high_frequency <= self.rope_low_frequency:
@@ -237,6 +244,9 @@ class ModelSpec(BaseModel):
             )
 
     def _check_experts(self) -> None:
+        for key in ("shared_experts", "capacity_factor"):
+            if not self.experts and getattr(self, key):
+                raise ValueError(f"{key} = {getattr(self, key)} needs experts > 0; set experts, or {key} = 0")
         if self.experts and self.activation == "geglu":
             raise ValueError('activation = "geglu" is of models without experts; choose swiglu')
         if self.dense_layers and not (self.experts and self.dense_ffn_width and self.dense_layers < self.layers):

@@ -271,6 +271,21 @@ def test_a_vocabulary_and_dropout_can_be_others(folder):
     assert float(again.train_step(batch(0))["loss"]) == first != pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "pad"), [("olmo", 1), ("phi3", 32_000), ("opt", 1), ("modernbert-decoder", 50_283)])
+def test_no_token_is_padding_in_a_model_with_another_vocabulary(tmp_path, kind, pad):
+    """PyTorch keeps the embedding of padding at zero, and refuses one that isn't in the table."""
+    from transformers import AutoConfig
+
+    from meshwright.hub import any_model
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    model = {"config": f"hf:{tmp_path}", "family": "transformers", "vocab_size": 60_000}
+    made = mw.make_run({"engine": "torch", "data": {"train": "x"}, "model": model, "train": {"sequence_length": 16}})
+    text = any_model.config_of(made.model.spec).get_text_config(decoder=True)
+    assert AutoConfig.from_pretrained(tmp_path).get_text_config(decoder=True).pad_token_id == pad
+    assert text.pad_token_id == (pad if kind == "modernbert-decoder" else None)  # which must have one
+
+
 # Adapters
 
 

@@ -35,6 +35,7 @@ from meshwright.storage.store import is_remote
 RESERVED_METRICS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu", "epochs"),
     *("router_penalty", "expert_load", "expert_load_max", "dropped"),
+    *("stop", "val_loss", "val_perplexity", "val_bits_per_byte"),
 }
 
 

@@ -12,8 +12,9 @@ from meshwright.config_train import OptimizerSection
 from meshwright.models.routing import keep_untrained
 from meshwright.models.stacks import STACKS
 
-# Parameters of a layer are stacked on a leading axis, so a matrix of the blocks is a [L, in, out] array.
-_STACKED_MATRIX = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+# Parameters of a layer are stacked on a leading axis, so the matrices of the blocks are [L, in, out] arrays, those of
+# experts [L, E, in, out].
+_STACKED_MATRICES = {ndim: MuonDimensionNumbers(reduction_axis=ndim - 2, output_axis=ndim - 1) for ndim in (3, 4)}
 
 
 def make_schedule(run: Run, peak: float) -> optax.Schedule:
@@ -35,8 +36,8 @@ def make_schedule(run: Run, peak: float) -> optax.Schedule:
     elif s.kind == "cosine":
         main = optax.cosine_decay_schedule(peak, after, alpha=s.final_share)
     else:
-        decay = s.decay_steps or max(steps // 5, 1)
-        main = optax.linear_schedule(peak, final, decay, transition_begin=max(after - decay, 0))
+        decay = min(s.decay_steps or max(steps // 5, 1), after)
+        main = optax.linear_schedule(peak, final, decay, transition_begin=after - decay)
     if s.warmup_steps:
         # Update 0 already moves: the first of n warm-up updates has 1/n of the peak.
         warmup = optax.linear_schedule(peak / s.warmup_steps, peak, max(s.warmup_steps - 1, 1))
@@ -71,7 +72,7 @@ def make_optimizer(run: Run) -> optax.GradientTransformation:
 
 def _muon(run: Run, o: OptimizerSection, rate: optax.Schedule) -> optax.GradientTransformation:
     def dimensions(matrices: Any) -> Any:
-        return jax.tree.map(lambda _: _STACKED_MATRIX, matrices)
+        return jax.tree.map(lambda leaf: _STACKED_MATRICES[leaf.ndim], matrices)
 
     matrices = optax.chain(
         optax.contrib.scale_by_muon(weight_dimension_numbers=dimensions),
@@ -85,7 +86,7 @@ def _muon(run: Run, o: OptimizerSection, rate: optax.Schedule) -> optax.Gradient
 
 def _scale_by_shape(updates: Any, _params: Any) -> Any:
     # An orthogonal [in, out] matrix moves each output by sqrt(in / out) too much or too little (Bernstein, 2024).
-    return jax.tree.map(lambda u: u * max(1.0, u.shape[2] / u.shape[1]) ** 0.5, updates)
+    return jax.tree.map(lambda u: u * max(1.0, u.shape[-1] / u.shape[-2]) ** 0.5, updates)
 
 
 def is_matrix(params: Any) -> Any:
@@ -103,7 +104,7 @@ def is_matrix(params: Any) -> Any:
 
 def _muon_labels(params: Any) -> Any:
     def label(path: tuple, leaf: jax.Array) -> str:
-        return "matrix" if _is_stacked(path) and leaf.ndim == 3 else "rest"
+        return "matrix" if _is_stacked(path) and leaf.ndim in _STACKED_MATRICES else "rest"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

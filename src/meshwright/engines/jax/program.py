@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config import Run
 from meshwright.engines.jax.compile_cache import use_compile_cache
+from meshwright.engines.jax.layer_order import with_layers_in_order
 from meshwright.engines.jax.mesh import RunMesh, make_run_mesh
 from meshwright.engines.jax.optimizer import evaluation_params, make_optimizer, make_schedule
+from meshwright.engines.jax.pipeline import stored_order
 from meshwright.engines.jax.sharding import MeshLayout
 from meshwright.engines.jax.state import ModelMaker, plan_state
 from meshwright.engines.jax.step import Metric, Params, make_eval_step, make_loss, make_train_step
@@ -57,6 +59,9 @@ class Program:
             check_float8(run, self.dtype)
         schedule = None if optimizer else make_schedule(run, run.optimizer.learning_rate)
         averages = optimizer is None and run.optimizer.kind == "schedule_free"  # then evaluation needs its state
+        if optimizer and run_mesh.rounds > 1:
+            order_L = stored_order(spec.layers, run_mesh.sizes["pipeline"], run_mesh.rounds)
+            optimizer = with_layers_in_order(optimizer, order_L)
         optimizer = optimizer or (make_optimizer(run) if training or averages else optax.identity())
         adapters = run.lora.rank > 0
         self.state = plan_state(model_of(run, model), spec, run, run_mesh, optimizer, adapters=adapters)
@@ -66,7 +71,9 @@ class Program:
         self.make_state = self.compiled(self.state.make, out_shardings=shardings)
         self.begin = self.compiled(self.state.begin, donate_argnums=0, out_shardings=shardings)
         loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
-        step = make_train_step(run, loss_sum, run_mesh, optimizer, schedule, metrics or {}, trained)
+        step = make_train_step(
+            run, loss_sum, run_mesh, optimizer, schedule, metrics or {}, trained, self.state.in_order
+        )
         self.train_step = self.compiled(step, donate_argnums=0, out_shardings=(shardings, self.everywhere))
         self.eval_step = self.compiled(make_eval_step(loss_sum, run_mesh), out_shardings=self.everywhere)
         self.average = self.compiled(evaluation_params, out_shardings=shardings and trained.of(shardings.params))

@@ -163,6 +163,7 @@ def make_train_step(
     learning_rate: optax.Schedule | None,
     metrics: dict[str, Metric],
     trained: Trained,
+    in_order: Callable[[Params], Params],
 ) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, dict[str, jax.Array]]]:
     """One update on one global batch `[A, M, T]`; given a number by each process, it also returns the largest.
 
@@ -174,6 +175,7 @@ def make_train_step(
         learning_rate: what the metrics report; None: nothing, since only the optimizer knows.
         metrics: a researcher's own, each a scalar of an `Update`.
         trained: which parameters are trained; the others come out as they went in.
+        in_order: puts the layers in order for the metrics.
     """
 
     def gradients_of(params: Params, batch: Batch, keys_AM: jax.Array) -> tuple[Params, LossSum]:
@@ -205,7 +207,7 @@ def make_train_step(
             values["stop"] = stop.max()
         if loss.routing is not None:
             values |= _routing_values(loss.routing, tokens)
-        update = Update(params, gradients, updates, values["loss"])
+        update = Update(in_order(params), in_order(gradients), in_order(updates), values["loss"])
         values |= {name: _scalar(name, metric(update)) for name, metric in metrics.items()}
         if run.train.on_nonfinite == "skip":
             new = _keep_if(jnp.isfinite(values["loss"]) & jnp.isfinite(norm), new, state)

@@ -25,7 +25,7 @@ def make_schedule(run: Run) -> Callable[[int], float]:
     """
     s, steps, peak = run.schedule, run.train.steps, run.optimizer.learning_rate
     final, after = s.final_share * peak, max(steps - s.warmup_steps - 1, 1)
-    decay = s.decay_steps or max(steps // 5, 1)
+    decay = min(s.decay_steps or max(steps // 5, 1), after)
 
     def main(count: int) -> float:
         if s.kind == "constant":
@@ -33,7 +33,7 @@ def make_schedule(run: Run) -> Callable[[int], float]:
         if s.kind == "cosine":
             share = 0.5 * (1 + math.cos(math.pi * min(count, after) / after))
             return peak * ((1 - s.final_share) * share + s.final_share)
-        begin, long = (0, after) if s.kind == "linear" else (max(after - decay, 0), decay)
+        begin, long = (0, after) if s.kind == "linear" else (after - decay, decay)
         return peak + (final - peak) * min(max(count - begin, 0), long) / long
 
     def rate(count: int) -> float:
