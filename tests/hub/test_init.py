@@ -22,9 +22,8 @@ from meshwright.models.spec import preset
 from meshwright.trainer import resolve_spec
 
 
-def section(init, *, kind="", **keys):
-    values = {"data": {"train": "x"}, "model": {"init": str(init), **keys}, "train": {"sequence_length": 16}}
-    return mw.make_run(values | ({"tokenizer": {"kind": kind}} if kind else {}))
+def section(init, **keys):
+    return mw.make_run({"data": {"train": "x"}, "model": {"init": str(init), **keys}, "train": {"sequence_length": 16}})
 
 
 def test_the_architecture_and_the_tokenizer_come_from_the_checkpoint(glass):
@@ -41,8 +40,6 @@ def test_the_run_files_of_the_docs_are_whole(glass, tmp_path):
     run = mw.make_run(from_hub)
     assert run.model.layers == 4
     (tmp_path / "run.toml").write_text(run.to_toml())
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer/spec.json").write_text(json.dumps({"kind": "bytes"}))
     run = mw.make_run({**from_hub, **tomllib.loads(second.replace("runs/base", str(tmp_path)))})
     assert (run.model.init, run.model.layers) == (str(tmp_path), 4)
     run = mw.make_run({**from_hub, **tomllib.loads(third)})
@@ -72,7 +69,7 @@ def test_a_preset_beside_changes_nothing(tmp_path):
     config = hf_from_spec(preset("llama-tiny").model_copy(update={"vocab_size": 300}))
     config |= {"rope_theta": 77_777.0, "rope_parameters": None, "max_position_embeddings": 640}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    alone, beside = (section(f"hf:{tmp_path}", kind="bytes", **key).model for key in ({}, {"preset": "llama-tiny"}))
+    alone, beside = (section(f"hf:{tmp_path}", **key).model for key in ({}, {"preset": "llama-tiny"}))
     assert alone.spec == beside.spec
     assert (beside.rope_theta, beside.context_length) == (77_777.0, 640)
     assert (preset("llama-tiny").rope_theta, preset("llama-tiny").context_length) != (77_777.0, 640)
@@ -81,21 +78,18 @@ def test_a_preset_beside_changes_nothing(tmp_path):
 def test_a_checkpoint_without_its_tokenizer_is_refused(glass, tmp_path):
     shutil.copytree(glass, tmp_path / "glass")
     (tmp_path / "glass/tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"model\.init = .*has no tokenizer\.json, .*set tokenizer\.kind"):
-        section(f"hf:{tmp_path / 'glass'}")
-    assert section(f"hf:{tmp_path / 'glass'}", kind="bytes").tokenizer.kind == "bytes"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.toml").write_text(section(f"hf:{glass}").to_toml())
-    with pytest.raises(UserError, match=r"run/tokenizer/spec\.json: missing or broken, .*set tokenizer\.kind"):
-        section(tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.init = .*came without a tokenizer .*, or set tokenizer\.kind"):
+        prepare(still_run(tmp_path, "none", f"hf:{tmp_path / 'glass'}"))
+    bpe = {"kind": "bpe", "vocab_size": 300}
+    assert prepare(still_run(tmp_path, "other", f"hf:{tmp_path / 'glass'}", tokenizer=bpe)).vocab_size == 300
 
 
 def test_rates_of_dropout_that_differ_are_refused_unless_one_is_given(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps({**config, "attn_pdrop": 0.0}))
     with pytest.raises(UserError, match=r"\*_pdrop = .*'attn': 0\.0.*set model\.dropout"):
-        section(f"hf:{tmp_path}", kind="bytes")
-    assert section(f"hf:{tmp_path}", kind="bytes", dropout=0.2).model.dropout == 0.2
+        section(f"hf:{tmp_path}")
+    assert section(f"hf:{tmp_path}", dropout=0.2).model.dropout == 0.2
 
 
 def test_a_vocabulary_may_lack_what_the_text_has_not(tmp_path):
@@ -122,9 +116,9 @@ def test_a_vocabulary_may_lack_what_the_text_has_not(tmp_path):
 def test_learned_positions_keep_their_length(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert section(f"hf:{tmp_path}", kind="bytes").model.context_length == 64
+    assert section(f"hf:{tmp_path}").model.context_length == 64
     with pytest.raises(UserError, match=r"model\.context_length = 128"):
-        section(f"hf:{tmp_path}", kind="bytes", context_length=128)
+        section(f"hf:{tmp_path}", context_length=128)
 
 
 def test_neither_preset_nor_checkpoint():
@@ -177,7 +171,7 @@ def start(folder, change):
     change(tensors)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
-    return started(section(f"hf:{folder}", kind="bytes"))
+    return started(section(f"hf:{folder}"))
 
 
 @pytest.mark.parametrize("message", FAULTS)

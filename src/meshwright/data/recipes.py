@@ -60,6 +60,12 @@ def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = N
             tokenizer = open_tokenizer(run.tokenizer.kind)
         elif ready:
             tokenizer = ready[0].tokenizer()
+        elif run.model.init != "random" and "kind" not in run.tokenizer.model_fields_set:
+            raise UserError(
+                f"model.init = {run.model.init!r}: came without a tokenizer (tokenizer.json), and its ids mean nothing "
+                "without; save the tokenizer there (AutoTokenizer.from_pretrained(…).save_pretrained(…)), or set "
+                "tokenizer.kind"
+            )
     items = _Planning(run, tokenizer, found, names, keys).items()
     return Plan(items, names, weights, tokenizer)
 
