@@ -67,6 +67,10 @@ MISTAKES = [
         {"launch": {"kind": "processes", "workers": 2, "coordinator": "a:1", "index": 2}},
         r"launch\.index = 2: must be less than launch\.workers = 2; count from 0",
     ),
+    (
+        {"tokenizer": {"kind": "bytes", "add_bos": True}},
+        r'tokenizer\.add_bos = true: is of kind "hf:…"; bytes has no beginning of text: leave it out',
+    ),
     ({"launch": {"topology": "4x4"}}, r"launch\.topology = '4x4': needs launch\.kind = \"ray\""),
     ({"launch": {"kind": "ray", "topology": "4"}}, r"launch\.topology = '4': must be the shape of a TPU slice"),
     ({"launch": {"kind": "ray", "topology": "4x4"}}, r"launch\.topology = '4x4': needs launch\.accelerator"),

@@ -308,7 +308,7 @@ class TrainedRun:
                 raise UserError(f"prompt = {prompt[:40]!r}: isn't text in UTF-8; give it in that encoding")
         stop = self.tokenizer.end_of_text
         others = {*ends_of(stop, kept_generation(self.files.path))} - {stop}
-        ids = [list(self.tokenizer.encode(prompt)) or [stop] for prompt in prompts]
+        ids = [[*self.tokenizer.beginning, *self.tokenizer.encode(prompt)] or [stop] for prompt in prompts]
         longest, context = max(len(one) for one in ids), self.run.model.context_length
         if max_tokens is None:
             trained = self.run.train.sequence_length  # positions beyond were never trained: go there only if one must

@@ -52,6 +52,15 @@ class TokenizerSection(Section):
     `model.init` names a checkpoint: the one that came with it."""
     vocab_size: PositiveInt = 4096
     """Size of the vocabulary that `bpe` trains, end of text included; the other kinds bring their own."""
+    add_bos: bool = False
+    """Whether documents and prompts begin with the beginning of text (`bos_token`) of a tokenizer of kind `hf:…`, as
+    models expect that were trained so, such as Gemma. A conversation begins as its template says."""
+
+    @model_validator(mode="after")
+    def _check_add_bos(self) -> Self:
+        if self.add_bos and not self.kind.startswith("hf:"):
+            raise ValueError(f'add_bos = true: is of kind "hf:…"; {self.kind} has no beginning of text: leave it out')
+        return self
 
 
 _STARTS = {"preset": "", "init": "random", "config": ""}  # what says where the other keys come from

@@ -37,6 +37,10 @@ EngineMaker = Callable[[Run, ModelSpec], Engine]
 SAMPLE_TOKENS = 160
 _NAMED_SOURCES = 4
 _PREPARE_SECONDS = 7 * 24 * 3600.0
+_NO_BEGINNING = (
+    "the checkpoint's tokenizer begins each text with a beginning of text, and here none is added; set "
+    "tokenizer.add_bos = true if the model was trained with one"
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ def train(
             directory.begin(run, spec, tokenizer, corpus.path if source else None)
             if not resumed:
                 keep_generation(run, directory.path)
+                if run.model.init != "random" and not run.data.chat and _lacks_beginning(tokenizer):
+                    trackers.note(_NO_BEGINNING)
         trackers.start(_header(run, engine, corpus, data), start)
         recorder = Recorder(run, trackers, start, tokens, data.taken, engine.token_seconds)
         profile = closing.enter_context(Profile(run, engine.trace, directory.profile if group.is_primary else None))
@@ -160,6 +166,10 @@ def train(
         seconds, early, shown = time.monotonic() - started, ended_early is not None, _summary(evaluation)
         trackers.finish(Summary(run.place, step, seconds, run.train.sample_prompt, early, **shown))
         return Outcome(run.place, step, evaluation, ended_early)
+
+
+def _lacks_beginning(tokenizer: Tokenizer) -> bool:
+    return tokenizer.begins_elsewhere and not tokenizer.beginning
 
 
 def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Corpus:
@@ -245,7 +255,7 @@ def sample_prompt(run: Run, tokenizer: Tokenizer) -> list[int]:
     Raises:
         UserError: it leaves no room to write.
     """
-    prompt = list(tokenizer.encode(run.train.sample_prompt)) or [tokenizer.end_of_text]
+    prompt = [*tokenizer.beginning, *tokenizer.encode(run.train.sample_prompt)] or [tokenizer.end_of_text]
     if run.train.sample_every and len(prompt) >= run.train.sequence_length:
         raise UserError(
             f"train.sample_prompt = {run.train.sample_prompt[:40]!r}: its {len(prompt)} tokens must be fewer than "

@@ -1,4 +1,5 @@
 import json
+import pickle
 import threading
 
 import numpy as np
@@ -6,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.data.documents import Document
+from meshwright.data.encode import Encoder
 from meshwright.data.sources import open_source
 from meshwright.data.tokenizer import StreamDecoder, load_tokenizer, open_tokenizer, train_bpe
 from meshwright.errors import UserError
@@ -58,6 +61,44 @@ def _tokenizer(kind, folder, gpt2_files):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
+def with_bos(folder, *, added: bool) -> str:
+    """A tokenizer that has a beginning of text, which other programs add or not."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    train_bpe(["some text to learn from, " * 20], 270).save(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<bos>"])
+    if added:
+        special = [("<bos>", tokenizer.token_to_id("<bos>"))]
+        tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<bos>"}))
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_documents_begin_with_a_beginning_of_text_if_asked(tmp_path, added):
+    kind = with_bos(tmp_path / "their", added=added)
+    plain, begun = open_tokenizer(kind), open_tokenizer(kind, add_bos=True)
+    bos = plain.special_tokens["<bos>"]
+    assert (plain.beginning, begun.beginning, plain.begins_elsewhere) == ([], [bos], added)
+    assert plain.encode("text") == begun.encode("text") and bos not in plain.encode("text")
+    assert plain.fingerprint != begun.fingerprint
+    begun.save(tmp_path / "kept")
+    for again in (load_tokenizer(tmp_path / "kept"), pickle.loads(pickle.dumps(begun))):
+        assert (again.beginning, again.fingerprint) == ([bos], begun.fingerprint)
+    documents = [Document("one", "some text"), Document("two", "more " * 20_000)]
+    without, block = (Encoder(one, batch_characters=10_000).encode(documents) for one in (plain, begun))
+    starts = np.array([0, block.ends[0]])
+    assert (block.tokens[starts] == bos).all()
+    assert np.array_equal(np.delete(block.tokens, starts), without.tokens)
+    with pytest.raises(UserError, match=r"tokenizer\.add_bos = true: .* has no beginning of text"):
+        train_bpe(["x"], 257).save(tmp_path / "none")
+        open_tokenizer(f"hf:{tmp_path / 'none'}", add_bos=True)
+
+
 def test_round_trip(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)

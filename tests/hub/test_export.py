@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 import meshwright as mw
 from meshwright.cli import main
+from meshwright.data.prepare import prepare
 from meshwright.errors import UserError
 from meshwright.hub import proof
 from meshwright.hub.generation import keep_generation
@@ -115,6 +116,32 @@ def test_all_ends_of_text_and_how_tokens_are_chosen_stay(trained, tmp_path, with
     assert said["temperature"] == 0.6
     shorter = opened.generate("It was", max_tokens=12, temperature=0.0)[0]
     assert text.startswith(shorter) and shorter != text
+
+
+def test_a_beginning_of_text_where_it_is_asked_for(tmp_path, without_transformers, monkeypatch):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    glass = write_glass(tmp_path / "glass")
+    theirs = Tokenizer.from_file(str(glass / "tokenizer.json"))
+    theirs.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    theirs.save(str(glass / "tokenizer.json"))
+    opened, logs = {}, {}
+    for name, section in {"begun": {"add_bos": True}, "plain": {}}.items():
+        outcome = mw.train(still_run(tmp_path, name, f"hf:{glass}", tokenizer=section))
+        opened[name], logs[name] = mw.open_run(outcome.run_dir), (outcome.run_dir / "log.txt").read_text()
+    assert "set tokenizer.add_bos = true" in logs["plain"] and "add_bos" not in logs["begun"]
+    prompts = []
+    for run in opened.values():
+        monkeypatch.setattr(run.engine, "generate", lambda ids, *_: prompts.append(ids[0]) or iter([]))
+        run.generate("It was")
+    assert prompts[0] == [2, *prompts[1]] == theirs.encode("It was").ids
+    stores = [prepare(run.run).stores[0].split("train") for run in opened.values()]
+    begun, plain = (store.document(0).tolist() for store in stores)
+    assert begun == [2, *plain]
+    assert opened["begun"].evaluate()["val_loss"] != pytest.approx(opened["plain"].evaluate()["val_loss"], rel=1e-4)
+    opened["begun"].export(tmp_path / "out")
+    assert Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).encode("It was").ids == prompts[0]
 
 
 def test_here_and_through_a_link(trained, tmp_path, without_transformers, monkeypatch):

@@ -137,6 +137,7 @@ class Encoder:
         pairs: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._begin = [np.array(tokenizer.beginning, id_type(tokenizer))] if tokenizer.beginning else []
         self._normalize = normalize
         self._batch_characters = batch_characters
         self._dtype = id_type(tokenizer)
@@ -162,7 +163,7 @@ class Encoder:
     def _gather(self, texts: list[tuple[bytes, int, list[str]]], block: "_Gathered") -> None:
         ids = self._ids([piece for _, _, pieces in texts for piece in pieces])
         for digest, size, pieces in texts:
-            block.add(digest, size, [next(ids) for _ in pieces])
+            block.add(digest, size, [*self._begin, *(next(ids) for _ in pieces)])
         texts.clear()
 
     def _ids(self, pieces: list[str]) -> Iterator[np.ndarray]:

@@ -57,7 +57,7 @@ def plan_stores(run: Run, source: Source | None, tokenizer: Tokenizer | None = N
     ready = [one for one in found if isinstance(one, Store)]
     if tokenizer is None and len(ready) < len(found):
         if run.tokenizer.kind != "bpe":
-            tokenizer = open_tokenizer(run.tokenizer.kind)
+            tokenizer = open_tokenizer(run.tokenizer.kind, run.tokenizer.add_bos)
         elif ready:
             tokenizer = ready[0].tokenizer()
         elif run.model.init != "random" and "kind" not in run.tokenizer.model_fields_set:
@@ -159,7 +159,7 @@ def _open_ready(run: Run, path: str) -> Store:
         here = f"bpe of {asked.vocab_size}"
     else:
         size = found["vocab_size"]
-        tokenizer = open_tokenizer(asked.kind)
+        tokenizer = open_tokenizer(asked.kind, asked.add_bos)
         same = tokenizer.fingerprint == found["fingerprint"]
         here = f"{asked.kind} (fingerprint {tokenizer.fingerprint[:8]})"
     if not same:
@@ -202,7 +202,7 @@ def _open_nanogpt(run: Run, path: str) -> Store:
         raise UserError(
             "tokenizer.kind = 'bpe': a .bin is encoded already; name the tokenizer that wrote it, such as tiktoken:gpt2"
         )
-    return open_nanogpt(path, run.data.validation, open_tokenizer(kind))
+    return open_nanogpt(path, run.data.validation, open_tokenizer(kind, run.tokenizer.add_bos))
 
 
 def _key(made_from: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Text to token ids and back: bytes, byte-pair encodings trained here, tiktoken's, Hugging Face's.
 
 Every kind keeps three rules. What text says is text: a literal `<|endoftext|>` in a document becomes ordinary tokens.
-Nothing is added: no beginning, no end of text. And ids that stand for no text (end of text, other special tokens, ids
-beyond the vocabulary) decode to nothing. Only `encode_spans` can be told of text in which special tokens count: what a
-chat template writes.
+`encode` adds nothing: no beginning, no end of text. And ids that stand for no text (end of text, other special tokens,
+ids beyond the vocabulary) decode to nothing. Only `encode_spans` can be told of text in which special tokens count:
+what a chat template writes.
 """
 
 import codecs
@@ -23,6 +23,7 @@ from meshwright.data.tokenizer_files import read_folder, read_tokenizer, spell_b
 from meshwright.errors import UserError, closest
 
 END_OF_TEXT = "<|endoftext|>"
+_ADD_BOS = "meshwright_add_bos"  # in tokenizer_config.json, so that it goes wherever the tokenizer does
 
 # Where a Hugging Face tokenizer doesn't say which token ends a text, the first of these that it knows.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>", "<|im_end|>")
@@ -54,6 +55,14 @@ class Tokenizer(Protocol):
     @property
     def end_of_text(self) -> int:
         """The id that follows each document."""
+
+    @property
+    def beginning(self) -> Sequence[int]:
+        """The ids that each document and each prompt begin with; most have none."""
+
+    @property
+    def begins_elsewhere(self) -> bool:
+        """Whether other programs that open it begin each text with a beginning of text."""
 
     @property
     def fingerprint(self) -> str:
@@ -96,6 +105,8 @@ class ByteTokenizer:
     kind = "bytes"
     vocab_size = 257
     end_of_text = 256
+    beginning: Sequence[int] = ()
+    begins_elsewhere = False
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
     special_tokens: Mapping[str, int] = {END_OF_TEXT: 256}
     template_variables: Mapping[str, str] = {"eos_token": END_OF_TEXT}
@@ -124,6 +135,8 @@ class TiktokenTokenizer:
     """One of tiktoken's encodings. It doesn't travel with a store: tiktoken keeps the files in its own cache."""
 
     chat_template = ""
+    beginning: Sequence[int] = ()
+    begins_elsewhere = False
 
     def __init__(self, kind: str) -> None:
         import tiktoken
@@ -195,17 +208,19 @@ class LibraryTokenizer:
         kind: `bpe` or `hf:<name or folder>`.
         tokenizer: a `tokenizers.Tokenizer`.
         config: what `tokenizer_config.json` says; `eos_token` names the end of text, `chat_template` is one.
+        add_bos: whether documents and prompts begin with its `bos_token`. Once asked for, it is so for what `save`
+            wrote, too.
 
     Raises:
-        UserError: it has no end-of-text token.
+        UserError: it has no end-of-text token, or no beginning of text that is to be added.
     """
 
-    def __init__(self, kind: str, tokenizer: Any, config: dict[str, Any]) -> None:
+    def __init__(self, kind: str, tokenizer: Any, config: dict[str, Any], add_bos: bool = False) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        self._config = config
+        self._config = {**config, _ADD_BOS: True} if add_bos else config
         self.kind = kind
         self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocabulary.values()) + 1
@@ -217,6 +232,14 @@ class LibraryTokenizer:
                 "tokenizer_config.json beside tokenizer.json"
             )
         self.end_of_text = self._vocabulary[end]
+        begin = self._vocabulary.get(named.get("bos_token", ""))
+        if self._config.get(_ADD_BOS) and begin is None:
+            raise UserError(
+                f"tokenizer.add_bos = true: {kind!r} has no beginning of text (bos_token in tokenizer_config.json); "
+                "leave it out"
+            )
+        self.beginning = [begin] if begin is not None and self._config.get(_ADD_BOS) else []
+        self.begins_elsewhere = begin is not None and tokenizer.encode("a").ids[:1] == [begin]
         self.template_variables = {name: text for name, text in named.items() if text} | {"eos_token": end}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,6 +265,7 @@ class LibraryTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         form = {"tokenizer": _stated(json.loads(self._tokenizer.to_str())), "end_of_text": self.end_of_text}
+        form |= {"beginning": self.beginning} if self.beginning else {}
         return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -298,21 +322,22 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def open_tokenizer(kind: str) -> Tokenizer:
+def open_tokenizer(kind: str, add_bos: bool = False) -> Tokenizer:
     """Open a ready-made tokenizer.
 
     Arguments:
         kind: `bytes`, `tiktoken:<name>`, or `hf:<name or folder>`.
+        add_bos: of one of Hugging Face: see `LibraryTokenizer`.
 
     Raises:
-        UserError: there is none of that name, its files can't be had, or it has no end-of-text token.
+        UserError: there is none of that name, its files can't be had, or it lacks a token that it needs.
     """
     if kind == "bytes":
         return ByteTokenizer()
     if kind.startswith("tiktoken:"):
         return TiktokenTokenizer(kind)
     if kind.startswith("hf:"):
-        return LibraryTokenizer(kind, *read_tokenizer(kind))
+        return LibraryTokenizer(kind, *read_tokenizer(kind), add_bos=add_bos)
     raise UserError(
         f"tokenizer.kind = {kind!r}: not a ready-made tokenizer; choose from bytes, tiktoken:<name>, hf:<name or "
         "folder>; bpe, which is trained on the text, is for preparing it"

@@ -78,7 +78,7 @@ def _origin(tokenizer: Tokenizer) -> Path | None:
     if not tokenizer.kind.startswith("hf:") or not (folder / "tokenizer.json").is_file():
         return None
     try:
-        there = LibraryTokenizer(tokenizer.kind, *read_tokenizer(tokenizer.kind))
+        there = LibraryTokenizer(tokenizer.kind, *read_tokenizer(tokenizer.kind), add_bos=bool(tokenizer.beginning))
     except UserError:
         return None
     return folder if there.fingerprint == tokenizer.fingerprint else None

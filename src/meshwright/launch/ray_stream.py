@@ -98,7 +98,7 @@ def open_stream(
     if tokenizer is None and run.tokenizer.kind == "bpe":
         texts = training_texts([(one, None) for one in sources], 0.0, data.normalize, data.on_bad == "stop", progress)
         tokenizer = train_bpe(texts, run.tokenizer.vocab_size)
-    tokenizer = tokenizer or open_tokenizer(run.tokenizer.kind)
+    tokenizer = tokenizer or open_tokenizer(run.tokenizer.kind, run.tokenizer.add_bos)
     weights = [[(0, one.weight), *((later.step, later.weight) for later in one.later)] for one in listed]
     held_out: list[Store] = []
     if isinstance(data.validation, str):
