@@ -226,4 +226,4 @@ def test_number_of_keys():
             for field in model.model_fields.values()
         )
 
-    assert count(Run) + count(MixedSource) + count(WeightFrom) == 150
+    assert count(Run) + count(MixedSource) + count(WeightFrom) == 151

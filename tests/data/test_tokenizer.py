@@ -59,8 +59,6 @@ def _tokenizer(kind, folder, gpt2_files):
     return open_tokenizer(f"hf:{folder}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", TEXTS)
 def with_bos(folder, *, added: bool) -> str:
     """A tokenizer that has a beginning of text, which other programs add or not."""
     from tokenizers import Tokenizer
@@ -99,6 +97,8 @@ def test_documents_begin_with_a_beginning_of_text_if_asked(tmp_path, added):
         open_tokenizer(f"hf:{tmp_path / 'none'}", add_bos=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizers, kind, text):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
