@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from meshwright.engines.jax.layer_order import is_reordered
 from meshwright.engines.jax.state import StatePlan
 from meshwright.engines.jax.step import TrainState
 from meshwright.errors import UserError
@@ -167,15 +168,11 @@ def _reordered(state: TrainState, theirs_L: np.ndarray, ours_L: np.ndarray) -> T
     source_L = np.argsort(theirs_L)[ours_L]
 
     def reorder(path: tuple, leaf: jax.Array) -> jax.Array:
-        if not _is_stacked(path):
+        if not is_reordered(path):
             return leaf
         return jax.jit(lambda x: x[source_L], out_shardings=leaf.sharding, donate_argnums=0)(leaf)
 
     return jax.tree_util.tree_map_with_path(reorder, state)
-
-
-def _is_stacked(path: tuple) -> bool:
-    return any(getattr(part, "key", None) == "blocks" for part in path)
 
 
 def _lenient(arg: Any) -> Any:

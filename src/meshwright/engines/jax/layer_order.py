@@ -1,10 +1,16 @@
-"""A researcher's own optimizer where a pipeline of several rounds stores the layers out of order."""
+"""Where a pipeline of several rounds stores the layers out of order: what that concerns, and how an own optimizer is
+spared it."""
 
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+
+
+def is_reordered(path: tuple) -> bool:
+    """Whether a leaf of a state, at such a path, has the layers on its first axis."""
+    return any(getattr(part, "key", None) == "blocks" for part in path)
 
 
 def with_layers_in_order(
@@ -22,8 +28,7 @@ def with_layers_in_order(
 
     def taken(tree: Any, places_L: np.ndarray) -> Any:
         def take(path: tuple, leaf: Any) -> Any:
-            is_stacked = any(getattr(part, "key", None) == "blocks" for part in path)
-            return leaf[places_L] if is_stacked and leaf.shape[:1] == places_L.shape else leaf
+            return leaf[places_L] if is_reordered(path) and leaf.shape[:1] == places_L.shape else leaf
 
         return jax.tree_util.tree_map_with_path(take, tree)
 
