@@ -111,10 +111,13 @@ def rows_of(names: list[str], cards: int) -> dict[str, Any]:
             )
             for rank in range(cards)
         ]
+        late = ""
         try:
             output, error = ranks[0].communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            output, error = "", f"more than {PATIENCE} s"
+            ranks[0].kill()
+            output, error = ranks[0].communicate()
+            late = f"more than {PATIENCE} s"
         finally:
             for process in ranks:
                 process.kill()
@@ -122,7 +125,7 @@ def rows_of(names: list[str], cards: int) -> dict[str, Any]:
     found = {
         name: row for line in output.splitlines() if line.startswith("{") for name, row in json.loads(line).items()
     }
-    return found | {name: {"error": error[-1500:]} for name in names if name not in found}
+    return found | {name: {"error": late or error[-1500:]} for name in names if name not in found}
 
 
 def main() -> None:

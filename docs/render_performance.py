@@ -252,6 +252,17 @@ def gpu_scale(results: dict[str, Any]) -> str:
     return table(["", "rows", "a step, ms", ""], rows)
 
 
+def gpu_torch_scale(results: dict[str, Any]) -> str:
+    """The PyTorch engine on two cards, beside one."""
+    rows = []
+    for name, figures in results["cases"].items():
+        share = f"{figures['share_of_linear']:.1%}" if "share_of_linear" in figures else ""
+        step = [f"{figures['step_s'] * 1e3:.1f}", f"{figures['mfu']:.1%}", f"{figures['peak_gib']:.1f}"]
+        away = f"{figures['losses_away']:.0e}" if "losses_away" in figures else ""
+        rows.append([name, str(figures["rows"]), *step, share, away])
+    return table(["", "rows", "a step, ms", "MFU", "peak a card, GiB", "of linear", "float32 losses away"], rows)
+
+
 def gpu_torch_some(results: dict[str, Any]) -> str:
     """Some of the cases by themselves."""
     return gpu_torch(results)
@@ -328,6 +339,7 @@ MAKERS = (
     gpu_program,
     gpu_torch,
     gpu_torch_some,
+    gpu_torch_scale,
     gpu_float8,
     second_start,
     gpu_qlora,

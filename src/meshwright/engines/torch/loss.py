@@ -48,8 +48,7 @@ class _Sum(torch.autograd.Function):
             d_CV = slopes(scores_CV, largest_C, local_C, weights_C, softcap, x_CD.dtype)
             d_x_ND[here] = d_CV @ kernel_VD
             if wants_kernel:
-                d_VD = _product(d_CV.T, x_CD)
-                d_kernel_VD = d_VD if d_kernel_VD is None else d_kernel_VD.add_(d_VD)
+                d_kernel_VD = _product(d_CV.T, x_CD, onto=d_kernel_VD)
         if d_x_ND is not None:
             ctx.save_for_backward(d_x_ND, d_kernel_VD)
             ctx.kernel_dtype = kernel_VD.dtype
@@ -105,13 +104,13 @@ def scores_of(x_CD: torch.Tensor, kernel_VD: torch.Tensor, softcap: float = 0.0)
     return torch.tanh(scores_CV / softcap) * softcap if softcap else scores_CV
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in float32, whatever the type of what is multiplied."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _product(a: torch.Tensor, b: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+    """`a @ b` in float32, whatever the type of what is multiplied; added to `onto` in its place, if that is given."""
+    if a.is_cuda and a.dtype != torch.float32:
+        if onto is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(onto, a, b, out_dtype=torch.float32, out=onto)
+    return a.float() @ b.float() if onto is None else onto.addmm_(a.float(), b.float())
 
 
 def _sums(scores_CV: torch.Tensor, local_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
