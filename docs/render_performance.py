@@ -219,10 +219,9 @@ def gpu_eight(results: dict[str, Any]) -> str:
             meshes.append([what, *speeds, *losses, *memory])
     head = ["mesh", "a step, ms", "tokens/s", "MFU", "loss, last tenth", "off float32", *MEMORY.values()]
     parts = [table(head, meshes)]
-    if results["largest"] is not None and tolerance is not None:
-        parts.append(
-            f"Any two of them in bfloat16 differ by at most {results['largest']:.4f}, of {tolerance:.4f} granted."
-        )
+    if results["largest"] is not None:
+        granted = "" if tolerance is None else f", of {tolerance:.4f} granted"
+        parts.append(f"Any two of them in bfloat16 differ by at most {results['largest']:.4f}{granted}.")
     if restored := results.get("restored"):
         loss, unbroken = restored["after_half"]
         parts.append(
@@ -231,8 +230,8 @@ def gpu_eight(results: dict[str, Any]) -> str:
             f"{restored['against_unbroken']:.4f}."
         )
     parts.append(table(["devices", "a step, ms", "tokens/s of each", "MFU", "share of linear"], scaled))
-    if failed := [name for name, row in cases.items() if "error" in row]:
-        parts.append("Failed:\n\n" + "\n".join(f"- {name}" for name in failed))
+    if failed := [f"- {name}: {row['error'].splitlines()[-1]}" for name, row in cases.items() if "error" in row]:
+        parts.append("Failed:\n\n" + "\n".join(failed))
     return "\n\n".join(parts)
 
 

@@ -10,14 +10,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import ACCUMULATIONS, BATCH, BY_NAME, FAMILIES, LAYOUTS, ONE, STEPS, TIME, Layout, cases, covering
+from cases import ACCUMULATIONS, BATCH, BY_NAME, FAMILIES, LAYOUTS, ONE, STEPS, TIME, Layout, always, cases, covering
 from compare import EXEMPT, compare
 from matrix import WAIT, Matrix
 
+
+def _marks(case: tuple[str, Layout, int]) -> list[pytest.MarkDecorator]:
+    if case in always():
+        return []
+    return [pytest.mark.slow if case in covering() else pytest.mark.matrix]
+
+
 ALL = [
-    pytest.param(*case, marks=[] if case in covering() else [pytest.mark.matrix])
-    for family in FAMILIES
-    for case in [(family, *one) for one in cases(family)]
+    pytest.param(*case, marks=_marks(case)) for family in FAMILIES for case in [(family, *one) for one in cases(family)]
 ]
 
 
@@ -94,16 +99,19 @@ def test_a_difference_is_seen(matrix):
     assert STEPS == 5
 
 
-def test_what_is_always_run_covers_the_matrix():
-    """Every family with each of its accumulations; every layout with three families and all accumulations or, where few
-    families or accumulations have it, with two."""
+def test_what_is_run_covers_the_matrix():
+    """By `make test` every family, and every layout; with `make test-slow` every family with each of its accumulations,
+    and every layout with three families and all accumulations or, where few families or accumulations have it, two."""
     everything = {(family, layout.name, accumulate) for family in FAMILIES for layout, accumulate in cases(family)}
-    always = {(family, layout.name, accumulate) for family, layout, accumulate in covering()}
-    assert always < everything
-    assert {case[::2] for case in always} == {case[::2] for case in everything}
+    first, some = ({(case[0], case[1].name, case[2]) for case in part()} for part in (always, covering))
+    assert first < some < everything
+    assert [case[1] for case in always()] == LAYOUTS
+    assert {case[0] for case in first} == set(FAMILIES)
+    assert {case[2] for case in first} == set(ACCUMULATIONS)
+    assert {case[::2] for case in some} == {case[::2] for case in everything}
     for layout in LAYOUTS:
-        mine, there = ([case for case in some if case[1] == layout.name] for some in (always, everything))
+        mine, there = ([case for case in part if case[1] == layout.name] for part in (some, everything))
         assert len(mine) == len({case[0] for case in mine}) == 3, layout
-        found, all_there = ({case[2] for case in some} for some in (mine, there))
+        found, all_there = ({case[2] for case in part} for part in (mine, there))
         few = {"expert", "pipeline_rounds"} & layout.mesh.keys()
         assert len(found) >= min(2, len(all_there)) if few else found == set(ACCUMULATIONS), layout
