@@ -137,6 +137,7 @@ def test_the_store_has_the_bytes_of_the_local_one(corpus, tmp_path, address):
     }
 
 
+@pytest.mark.slow
 def test_conversations_have_their_weights_and_a_validation_source_comes_first(corpus, tmp_path, address):
     for name, many in (("train", 400), ("held-out", 20)):
         talks = [
@@ -149,6 +150,7 @@ def test_conversations_have_their_weights_and_a_validation_source_comes_first(co
     assert here == there and any(name.endswith(".weights") for name in there)
 
 
+@pytest.mark.slow
 def test_pairs_of_answers_keep_both_texts(tmp_path, address):
     rows = [{"prompt": f"{i}?", "chosen": WORDS[i % 9], "rejected": f"not {i}"} for i in range(400)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -165,6 +167,7 @@ def test_a_source_from_python_is_read_in_the_driver(corpus, tmp_path, address):
     assert here == there
 
 
+@pytest.mark.slow
 def test_both_nodes_encode(ray):
     module = ModuleType("of_the_test")
     exec(  # pickled by value: the nodes don't have this file
@@ -198,6 +201,7 @@ class Node(ByteTokenizer):
     assert len(found) == 12 and set(found) == {node["NodeID"] for node in ray.nodes()}
 
 
+@pytest.mark.slow
 def test_killed_on_one_cpu_it_goes_on_on_two_to_the_same_bytes(corpus, tmp_path, address, monkeypatch):
     run = a_run(corpus, tmp_path / "there", data={"deduplicate": True}, launch={"kind": "ray"})
     (tmp_path / "run.toml").write_text(run.to_toml())
@@ -336,6 +340,7 @@ def test_several_sources_are_mixed_by_their_weights(ray, tmp_path):
     assert all(sorted(row[0] for row in batch) == ["a", "a", "a", "b"] for batch in streamed(ray, run))
 
 
+@pytest.mark.slow
 def test_it_trains_from_a_stream_evaluates_and_goes_on(address, corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "held-out.txt").write_text(" ".join(WORDS * 20))

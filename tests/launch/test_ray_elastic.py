@@ -7,6 +7,7 @@ import pytest
 from ray_runs import SLOWLY, Training, add_node, cluster_of, write
 
 
+@pytest.mark.slow
 def test_it_shrinks_and_grows(tmp_path):
     folder = write(tmp_path, train={"steps": 600})
     alone = Training(folder, "alone", "launch.kind=local", "launch.workers=0")

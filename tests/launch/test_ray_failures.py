@@ -69,6 +69,7 @@ def test_a_worker_and_then_the_coordinator_is_killed(train, unbroken):
     assert training.output.count("the workers start again") == 2 and "(failure 2)" in training.output
 
 
+@pytest.mark.slow
 def test_the_driver_is_killed_and_the_same_command_goes_on(train, unbroken):
     first = train("driver")
     workers = begun(first)
@@ -80,6 +81,7 @@ def test_the_driver_is_killed_and_the_same_command_goes_on(train, unbroken):
     assert second.losses == unbroken
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_started_again(train, unbroken):
     training = train("hangs", "launch.hang_timeout=6")
     workers = begun(training)
@@ -123,6 +125,7 @@ def test_a_cluster_without_a_place_for_all_is_not_asked_for_ever(train):
     assert "the cluster has 3 nodes (1 CPU; 1 CPU; nothing), of which 2 CPU are free" in last
 
 
+@pytest.mark.slow
 def test_the_object_store_of_the_head_is_full(train, cluster, unbroken):
     filler = subprocess.Popen(
         [sys.executable, "-c", FILL, cluster.address], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -150,6 +153,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_and_another_comes(train, cluster, unbroken):
     training = train("node")
     begun(training)
@@ -161,6 +165,7 @@ def test_a_node_is_lost_and_another_comes(train, cluster, unbroken):
     assert training.losses == unbroken
 
 
+@pytest.mark.slow
 def test_a_node_is_drained(train, cluster, unbroken):
     add_node(cluster, 6)
     training = train("drained", "launch.max_failures=0", "checkpoint.every=1000")

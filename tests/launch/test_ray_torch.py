@@ -54,6 +54,7 @@ def without_ray(folder, name: str, *overrides: str) -> Training:
     return training
 
 
+@pytest.mark.slow
 def test_two_workers_train_as_one_process_would_though_each_is_killed(folder, train):
     training = train("killed")
     training.until(lambda: training.step > 25)

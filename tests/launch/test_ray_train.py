@@ -61,7 +61,7 @@ def shown(output: str) -> list[str]:
     return [line for line in lines if line not in ("ours", "other") and not line.startswith(("  time", "encode"))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_the_driver_stops_all_together_and_saves(tmp_path, cluster, started, number):
     training = Training(write(tmp_path), "stopped", f"launch.address={cluster.address}", main=SLOWLY)
     started.append(training)
