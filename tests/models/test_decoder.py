@@ -31,12 +31,20 @@ def small(family: str, **changes) -> ModelSpec:
 
 def noisy(spec: ModelSpec, seed: int = 0) -> Decoder:
     """A model with every parameter random and large enough to matter: zeros and ones would hide a mistake."""
-    model = Decoder(spec, rngs=nnx.Rngs(seed))
-    graph, params = nnx.split(model, nnx.Param)
-    leaves, structure = jax.tree.flatten(params)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(seed))), nnx.Param)
     random = np.random.default_rng(seed)
-    leaves = [leaf + 0.3 * random.standard_normal(leaf.shape).astype(np.float32) for leaf in leaves]
-    return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+
+    def fill(path, leaf):
+        start = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(start + 0.3 * random.standard_normal(leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, params))
+
+
+# Compiled as a whole: a model's operations take ten times as long to compile one by one.
+hidden = nnx.jit(Decoder.hidden, static_argnames=("dtype", "scan_layers", "remat"))
+decode = nnx.jit(Decoder.decode, static_argnames="dtype")
+scores = nnx.jit(Decoder.__call__, static_argnames="dtype")
 
 
 def tokens(batch: int = 2, time: int = 12, seed: int = 1) -> jax.Array:
@@ -79,7 +87,7 @@ def test_equals_a_naive_numpy_model(family):
     model, ids = noisy(spec), tokens()
     params = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     expected = np.stack([naive_logits(params, spec, row) for row in np.asarray(ids)])
-    got = np.asarray(model(ids))
+    got = np.asarray(scores(model, ids))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
 
@@ -116,8 +124,8 @@ def naive_logits(params: dict, spec: ModelSpec, ids: np.ndarray) -> np.ndarray:
                 query, keys = q[t, mine], [k[s, theirs] for s in range(t + 1)]
                 if spec.positions == "rotary":
                     query, keys = turn(query, t), [turn(key, s) for s, key in enumerate(keys)]
-                scores = np.array([query @ key / np.sqrt(spec.head_width) for key in keys])
-                weights = np.exp(scores - scores.max())
+                weights = np.array([query @ key / np.sqrt(spec.head_width) for key in keys])
+                weights = np.exp(weights - weights.max())
                 out[t, mine] = (weights / weights.sum()) @ v[: t + 1, theirs]
         return linear(out, p["out"])
 
@@ -151,7 +159,9 @@ def test_no_position_sees_the_future(family):
     spec = small(family, tied_embeddings=False)
     model, ids = noisy(spec), tokens(1, 8)
 
-    def logit(embedding_rows, t):
+    @jax.jit
+    @jax.grad
+    def reach(embedding_rows, t):
         graph, params = nnx.split(model, nnx.Param)
         pure = nnx.to_pure_dict(params)
         changed = {**pure, "embedding": pure["embedding"].at[ids[0]].set(embedding_rows)}
@@ -160,9 +170,9 @@ def test_no_position_sees_the_future(family):
     ids = ids.at[0].set(jnp.arange(8))  # all different, so each position has a row of its own
     rows = nnx.to_pure_dict(nnx.state(model, nnx.Param))["embedding"][ids[0]]
     for t in range(8):
-        reach = np.abs(np.asarray(jax.grad(logit)(rows, t))).max(axis=-1)
-        assert (reach[: t + 1] > 1e-6).all()
-        assert (reach[t + 1 :] == 0).all()
+        far = np.abs(np.asarray(reach(rows, t))).max(axis=-1)
+        assert (far[: t + 1] > 1e-6).all()
+        assert (far[t + 1 :] == 0).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -192,7 +202,7 @@ def test_every_parameter_has_a_gradient(family):
     def loss(params):
         return jnp.square(nnx.merge(graph, params)(ids) - 1.0).mean()
 
-    gradients = nnx.to_pure_dict(jax.grad(loss)(params))
+    gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         layers = np.abs(leaf) if name.startswith("blocks") else np.abs(leaf)[None]
@@ -212,7 +222,8 @@ def test_scanned_layers_equal_unrolled_ones(family):
     def run(scan_layers):
         return lambda: model.hidden(ids, dropout_keys_B=keys_B, scan_layers=scan_layers)[0]
 
-    np.testing.assert_allclose(run(True)(), run(False)(), rtol=1e-5, atol=1e-5)
+    looped, unrolled = (jax.jit(run(scan_layers))() for scan_layers in (True, False))
+    np.testing.assert_allclose(looped, unrolled, rtol=1e-5, atol=1e-5)
     assert " scan[" in str(jax.make_jaxpr(run(True))())
     assert " scan[" not in str(jax.make_jaxpr(run(False))())
 
@@ -225,9 +236,9 @@ def test_decoding_with_a_cache_equals_the_whole_text(family):
     pieces = []
     for start, stop in [(0, 5), (5, 6), (6, 7), (7, 12)]:
         positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
-        x_BTD, cache = model.decode(ids[:, start:stop], positions, cache)
+        x_BTD, cache = decode(model, ids[:, start:stop], positions, cache)
         pieces.append(model.logits(x_BTD))
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), model(ids), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), scores(model, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_scores_depend_on_distance_alone():
@@ -260,9 +271,9 @@ def test_dropout_reaches_each_layer_and_is_off_without_keys(monkeypatch):
     spec = small("gpt2", dropout=0.5)
     model, ids = noisy(spec), tokens()
     keys = jax.random.split(jax.random.key(0), 2)
-    dropped, plain = model.hidden(ids, dropout_keys_B=keys)[0], model.hidden(ids)[0]
+    dropped, plain = hidden(model, ids, dropout_keys_B=keys)[0], hidden(model, ids)[0]
     assert np.abs(dropped - plain).max() > 1e-2
-    np.testing.assert_array_equal(plain, noisy(small("gpt2")).hidden(ids)[0])
+    np.testing.assert_array_equal(plain, hidden(noisy(small("gpt2")), ids)[0])
     start = model.start(model.embedded(ids, jnp.float32), None, None, None, jnp.float32, keys)
     drawn = {tuple(data) for data in np.asarray(jax.random.key_data(start.told_L.dropout_keys_B)).reshape(3 * 2, -1)}
     assert len(drawn) == 3 * 2  # each layer and each example has its own
@@ -281,8 +292,8 @@ def test_dropout_reaches_each_layer_and_is_off_without_keys(monkeypatch):
 @pytest.mark.parametrize("family", SMALL)
 def test_bfloat16_is_near_float32(family):
     model, ids = Decoder(small(family), rngs=nnx.Rngs(0)), tokens()
-    exact = np.asarray(model.hidden(ids)[0], np.float64)
-    rough = model.hidden(ids, dtype=jnp.bfloat16)[0]
+    exact = np.asarray(hidden(model, ids)[0], np.float64)
+    rough = hidden(model, ids, dtype=jnp.bfloat16)[0]
     assert rough.dtype == jnp.bfloat16
     error = np.linalg.norm(np.asarray(rough, np.float64) - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < 1e-2
