@@ -373,6 +373,7 @@ def test_a_run_of_an_own_optimizer_opens_and_logs_no_learning_rate(extended):
 # The tutorial
 
 
+@pytest.mark.slow
 def test_tutorial(tmp_path, monkeypatch):
     import jupytext
 

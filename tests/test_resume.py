@@ -57,7 +57,7 @@ def test_a_finished_run_trains_no_more():
     assert Path("runs/tiny/run.toml").read_bytes() == resolved
 
 
-@pytest.mark.parametrize("packing", ["stream", "packed"])
+@pytest.mark.parametrize("packing", ["stream", pytest.param("packed", marks=pytest.mark.slow)])
 def test_killed_anywhere_goes_on_bit_for_bit(packing, tmp_path):
     """SIGKILL at random moments, most of them while a save is under way; then the same command again."""
     values = run_values(

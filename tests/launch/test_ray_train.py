@@ -177,6 +177,7 @@ def test_from_python_on_a_connection_of_the_users(tmp_path, cluster, started):
     assert "still connected: True" in training.output
 
 
+@pytest.mark.slow
 def test_a_tpu_slice(tmp_path, started):
     """Two hosts of four chips each, but for the chips: Ray places by what the nodes say of themselves."""
     with cluster_of(nodes=0) as cluster:

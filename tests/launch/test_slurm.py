@@ -132,7 +132,7 @@ def test_tasks_of_a_node_share_its_cards_unless_slurm_did_it(monkeypatch, enviro
     assert place_by_hand(make(), {**TASK, **environment}).variables == expected
 
 
-@pytest.mark.parametrize("engine", ["jax", "torch"])
+@pytest.mark.parametrize("engine", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_two_tasks_train_as_one(tmp_path, engine):
     if engine == "torch":
         pytest.importorskip("transformers")

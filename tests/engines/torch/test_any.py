@@ -192,6 +192,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_bit_for_bit_without_the_checkpoint(trained):
     one, other = (mw.open_run(trained / name / "runs/tiny").metrics() for name in ("whole", "broken"))
     assert other["loss"].tolist() == one["loss"].tolist()
