@@ -68,11 +68,11 @@ def make_model(dtype: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
-def tutorial_step(_rows: int, _time: int) -> Callable[[np.ndarray], Any]:
-    """The tutorial's; it reads each loss."""
+def tutorial_step(_rows: int, _time: int, wrapped: Callable[[Any], Any] = lambda model: model) -> Callable:
+    """The tutorial's; it reads each loss. On several cards the model is `wrapped`."""
     import torch
 
-    model = make_model(torch.bfloat16).train()
+    model = wrapped(make_model(torch.bfloat16).train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, foreach=False)
 
     def step(ids: np.ndarray) -> float:

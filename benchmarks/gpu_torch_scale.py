@@ -7,6 +7,8 @@
 - Weak scaling: the shape of Qwen2.5-0.5B in bfloat16, 8 rows of 2,048 random token ids a card, windows of ten steps,
   the devices synchronised before and after each: the median window counts. The share of linear is the time on one card
   over that on two. `tensor 2` has as many rows as one card.
+- Beside them on two cards, with as many rows: the tutorial's step of `gpu_torch.py` in `DistributedDataParallel`, and
+  `transformers.Trainer` as it is started there.
 
 One process a card; those of two cards do all their meshes one after another.
 """
@@ -32,6 +34,8 @@ MESHES: dict[str, dict[str, int]] = {
 TINY = {"preset": "qwen2-tiny", "layers": 2, "width": 128, "heads": 4, "kv_heads": 2, "head_width": 32}
 TINY |= {"ffn_width": 256, "vocab_size": 1003, "context_length": 256}
 WHOLE = {"preset": "qwen2.5-0.5b", "vocab_size": 151936}
+THEIRS = ["data 2, tutorial's step", "data 2, `transformers.Trainer`"]
+ROWS, TIME = 8, 2048  # of a card
 STEPS, WINDOWS, PATIENCE = 10, 3, 240
 
 
@@ -65,7 +69,7 @@ def speed(mesh: dict[str, int]) -> dict[str, Any]:
     """Seconds of a step of the large one."""
     import torch
 
-    rows, time_ = 8 * mesh.get("data", 1) * mesh.get("fsdp", 1), 2048
+    rows, time_ = ROWS * mesh.get("data", 1) * mesh.get("fsdp", 1), TIME
     engine = engine_of(WHOLE, mesh, {"batch_size": rows, "sequence_length": time_})
     batches = [batch_of(engine, seed, rows, time_, WHOLE["vocab_size"]) for seed in range(4)]
     torch.cuda.reset_peak_memory_stats()
@@ -83,10 +87,31 @@ def speed(mesh: dict[str, int]) -> dict[str, Any]:
     return found | ({"mfu": share * rows * time_ / found["step_s"]} if share else {})
 
 
+def their_speed(name: str, rank: int) -> dict[str, Any]:
+    """Seconds of a step of others, each process with rows of its own."""
+    import gpu_torch
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = np.random.default_rng(rank).integers(0, WHOLE["vocab_size"], (4, ROWS, TIME + 1), dtype=np.int32)
+    if "Trainer" in name:
+        found = gpu_torch.trainer(ROWS, TIME, ids)
+    else:
+        torch.distributed.init_process_group("nccl")
+        found = gpu_torch.timed(gpu_torch.tutorial_step(ROWS, TIME, DistributedDataParallel), ids)
+        torch.distributed.destroy_process_group()
+    rated = gpu_torch.with_rates("8 x 2048", found, torch.cuda.get_device_name(0))
+    found |= {"rows": 2 * ROWS, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return found | ({"mfu": rated["mfu"]} if "mfu" in rated else {})
+
+
 def work(names: list[str], rank: int, port: int) -> None:
     """What a process does: prints a line for each mesh."""
     from meshwright.launch.torch_group import join, leave
 
+    if names[0] in THEIRS:
+        print(json.dumps({names[0]: their_speed(names[0], rank)}), flush=True)
+        return
     group = join(port, rank, 2) if names != ["one card"] else None
     for name in names:
         row = {"losses": losses(MESHES[name]), **speed(MESHES[name])}
@@ -95,16 +120,28 @@ def work(names: list[str], rank: int, port: int) -> None:
         leave(group)
 
 
+def as_torchrun(rank: int, cards: int, port: int) -> dict[str, str]:
+    """What others look for in the environment, where each process sees its own card alone."""
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(cards)}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def rows_of(names: list[str], cards: int) -> dict[str, Any]:
     """The figures of meshes of so many cards, by processes of their own."""
     from meshwright.launch.processes import reserved_port
 
+    with reserved_port() as theirs:
+        pass  # the port of others, who can't open one that is held
     with reserved_port() as port:
         command = [sys.executable, __file__, "--cases", ";".join(names), "--port", str(port), "--rank"]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank)],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)},
+                env={
+                    **os.environ,
+                    **(as_torchrun(rank, cards, theirs) if names[0] in THEIRS else {}),
+                    "CUDA_VISIBLE_DEVICES": str(rank),
+                },
                 stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
                 stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
                 text=True,
@@ -144,6 +181,8 @@ def main() -> None:
     one, *others = MESHES
     cases = rows_of([one], 1)
     cases |= rows_of(others, 2)
+    for name in THEIRS:
+        cases |= rows_of([name], 2)
     off = [name for name, row in cases.items() if "error" in row]
     for name in others:
         row = cases[name]

@@ -255,6 +255,8 @@ def gpu_torch_scale(results: dict[str, Any]) -> str:
     """The PyTorch engine on two cards, beside one."""
     rows = []
     for name, figures in results["cases"].items():
+        if "step_s" not in figures:
+            continue
         share = f"{figures['share_of_linear']:.1%}" if "share_of_linear" in figures else ""
         step = [f"{figures['step_s'] * 1e3:.1f}", f"{figures['mfu']:.1%}", f"{figures['peak_gib']:.1f}"]
         away = f"{figures['losses_away']:.0e}" if "losses_away" in figures else ""
