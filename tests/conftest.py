@@ -24,8 +24,10 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Ray clusters first: they take the longest."""
-    items.sort(key=lambda item: not _has_clusters(item))
+    """First the files that take the longest, so that none of them is alone at the end: Ray clusters, then whole runs in
+    processes of their own."""
+    runs = {"parity", "launch", "test_meshes", "test_resume", "test_torch_examples", "test_remote_runs"}
+    items.sort(key=lambda item: (not _has_clusters(item), runs.isdisjoint({item.path.stem, item.path.parent.name})))
 
 
 def _has_clusters(item):

@@ -162,6 +162,7 @@ def saved_by_both(run_dir: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_killed_then_stopped_goes_on_bit_for_bit(here, unbroken):
     command, run_dir = ("train", "run.toml", "run_dir=runs/broken"), here / "runs/broken"
 

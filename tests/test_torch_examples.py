@@ -128,6 +128,7 @@ def write_vocabulary(folder: Path, texts: list[Path], size: int) -> None:
     tokenizer.save_model(str(folder))
 
 
+@pytest.mark.slow
 def test_codegen_as_the_hub_has_it_is_written_anew_as_the_head_says(tmp_path):
     """Pickled tensors in half precision, with masks of an older version, and the files of its tokenizer."""
     import torch
