@@ -39,7 +39,7 @@ def test_two_train_as_one_process_would(start, tmp_path):
     assert theirs == pytest.approx(ours, rel=1e-5)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_is_killed_amid_training_ends_the_other_soon_and_is_named(start, tmp_path, killed):
     workers = [start(index, "train.steps=100000") for index in (0, 1)]
     metrics = tmp_path / "runs/tiny/metrics.jsonl"

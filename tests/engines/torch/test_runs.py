@@ -107,7 +107,7 @@ def killed(folder, workers):
     return kills
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_anywhere_goes_on_bit_for_bit(tmp_path, workers):
     launch = {"kind": "processes", "workers": 2} if workers == 2 else {}
     more = {"model": LLAMA, "launch": launch, "mesh": {"data": 1, "fsdp": -1}, "checkpoint": {"every": 4, "keep": 9}}
@@ -124,6 +124,7 @@ def test_killed_anywhere_goes_on_bit_for_bit(tmp_path, workers):
     assert len(losses(tmp_path / "whole")) == 40
 
 
+@pytest.mark.slow
 def test_a_state_is_gone_on_from_on_another_mesh_and_seen_to_be(tmp_path):
     more = {"model": LLAMA, "checkpoint": {"every": 6}}
     write_run(tmp_path / "run.toml", values(tmp_path, **more, train={"steps": 6}))
