@@ -12,7 +12,7 @@ test: $(VENV)/test.done lint
 	$(BIN)/python -m pytest -m "not slow and not matrix" -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-slow: $(VENV)/slow.done
-	$(BIN)/python -m pytest -m slow -x -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -x
 
 test-matrix: $(VENV)/test.done
 	$(BIN)/python -m pytest -m matrix tests/parity
