@@ -9,7 +9,7 @@ demo: $(VENV)/base.done
 	$(BIN)/meshwright train examples/stdlib.toml
 
 test: $(VENV)/test.done lint
-	$(BIN)/python -m pytest -m "not slow and not matrix" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not matrix" -n 2 --dist loadgroup
 
 test-slow: $(VENV)/slow.done
 	$(BIN)/python -m pytest -m slow -x

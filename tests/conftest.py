@@ -24,10 +24,8 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(items):
-    """First the files that take the longest, so that none of them is alone at the end: Ray clusters, then whole runs in
-    processes of their own."""
-    runs = {"parity", "launch", "test_meshes", "test_resume", "test_torch_examples", "test_remote_runs"}
-    items.sort(key=lambda item: (not _has_clusters(item), runs.isdisjoint({item.path.stem, item.path.parent.name})))
+    """Ray clusters first: they take the longest."""
+    items.sort(key=lambda item: not _has_clusters(item))
 
 
 def _has_clusters(item):
