@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_models
 from flax import nnx
 
 from meshwright.models.attention import rotary_angles, rotate
@@ -30,18 +31,11 @@ def small(family: str, **changes) -> ModelSpec:
 
 
 def noisy(spec: ModelSpec, seed: int = 0) -> Decoder:
-    """A model with every parameter random and large enough to matter: zeros and ones would hide a mistake."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(seed))), nnx.Param)
-    random = np.random.default_rng(seed)
-
-    def fill(path, leaf):
-        start = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
-        return jnp.asarray(start + 0.3 * random.standard_normal(leaf.shape), leaf.dtype)
-
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, params))
+    """See `random_models.noisy`."""
+    return random_models.noisy(lambda: Decoder(spec, rngs=nnx.Rngs(seed)), seed)
 
 
-# Compiled as a whole: a model's operations take ten times as long to compile one by one.
+# Compiled as a whole, which takes less time than each operation by itself.
 hidden = nnx.jit(Decoder.hidden, static_argnames=("dtype", "scan_layers", "remat"))
 decode = nnx.jit(Decoder.decode, static_argnames="dtype")
 scores = nnx.jit(Decoder.__call__, static_argnames="dtype")
@@ -124,8 +118,8 @@ def naive_logits(params: dict, spec: ModelSpec, ids: np.ndarray) -> np.ndarray:
                 query, keys = q[t, mine], [k[s, theirs] for s in range(t + 1)]
                 if spec.positions == "rotary":
                     query, keys = turn(query, t), [turn(key, s) for s, key in enumerate(keys)]
-                weights = np.array([query @ key / np.sqrt(spec.head_width) for key in keys])
-                weights = np.exp(weights - weights.max())
+                products = np.array([query @ key / np.sqrt(spec.head_width) for key in keys])
+                weights = np.exp(products - products.max())
                 out[t, mine] = (weights / weights.sum()) @ v[: t + 1, theirs]
         return linear(out, p["out"])
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention against the equations of the paper, and what it promises of its cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_models import noisy
 
 from meshwright.models.attention import Places, rotary_angles
 from meshwright.models.decoder import Decoder
@@ -28,18 +29,6 @@ def small(**changes) -> ModelSpec:
     latents = {"kv_latent": LATENT, "query_latent": 10, "rotary_width": ROTARY, "value_width": 5}
     rest = {"context_length": 32, "experts": 0, "shared_experts": 0}
     return ModelSpec.model_validate({**preset("deepseek-tiny").model_dump(), **sizes, **latents, **rest, **changes})
-
-
-def noisy(make: Callable[[], nnx.Module]):
-    """A module with every parameter random and large enough to matter: zeros and ones would hide a mistake."""
-    graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
-    random = np.random.default_rng(0)
-
-    def fill(path, leaf):
-        start = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
-        return jnp.asarray(start + 0.3 * random.standard_normal(leaf.shape), leaf.dtype)
-
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, params))
 
 
 def attention(**changes) -> LatentAttention:
