@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_ray.py            writes results/gpu_ray.json
 
-The command `meshwright train` itself, ten steps of a small GPT-2 in two micro-batches a step, from the same run file.
-In float32 (matrix products at full float32 precision) losses must agree with those of one GPU to 1e-5; in bfloat16 to
-1e-2. Before them one run with `train.deterministic` loses a worker by SIGKILL and must end with the losses of the one
+The command `meshwright train` itself, ten steps of a small GPT-2 in two micro-batches a step, from the same run file,
+with `train.deterministic`. In float32 (matrix products at full float32 precision) losses must agree with those of one
+GPU to 1e-5; in bfloat16 to 1e-2. Before them a run loses a worker by SIGKILL and must end with the losses of the one
 that wasn't touched, bit for bit. Runs go side by side, so their times say nothing.
 """
 
@@ -27,7 +27,7 @@ PLACES = {"two workers": ["launch.workers=2", "launch.devices_per_worker=1"]}
 PLACES["one worker"] = ["launch.workers=1", "launch.devices_per_worker=2"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 STEPS, KILLED_STEPS, SAVED = 10, 200, 20
-PAIR_LIMIT, LIMIT = 100.0, 150.0  # seconds for the two, and for all others together
+PAIR_LIMIT, LIMIT = 100.0, 300.0  # seconds for the two, and for all others together
 RUN = f"""
 [data]
 train = "texts/*.txt"
@@ -43,6 +43,7 @@ steps = {STEPS}
 batch_size = 16
 micro_batch_size = 8
 sequence_length = 128
+deterministic = true
 log_every = 1
 eval_every = 0
 sample_every = 0
@@ -54,7 +55,7 @@ every = 0
 def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
     """The command, with its output in a file beside the run."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    environment["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+    environment["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     with (folder / f"{name}.out").open("wb") as out:
         command = [*MAIN, "train", "run.toml", f"name={name}", *overrides]
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
@@ -106,7 +107,7 @@ def kill_and_compare(folder: Path) -> dict[str, Any]:
     """What came of a run that lost a worker, beside one that didn't."""
     end = time.monotonic() + PAIR_LIMIT
     ways = ["launch.kind=ray", *PLACES["two workers"], "mesh.fsdp=2", "mesh.data=1", "train.compute_dtype=float32"]
-    ways += ["train.deterministic=true", f"train.steps={KILLED_STEPS}", f"checkpoint.every={SAVED}"]
+    ways += [f"train.steps={KILLED_STEPS}", f"checkpoint.every={SAVED}"]
     pair = {name: start(folder, name, *ways) for name in ("unbroken", "killed")}
     at = kill_a_worker(folder, "killed", pair["killed"], end)
     codes = [end_of(process, end) for process in pair.values()]
@@ -130,8 +131,8 @@ def compare_meshes(folder: Path) -> list[dict[str, Any]]:
         overrides = ["launch.devices_per_worker=1", f"train.compute_dtype={dtype}"]
         runs[name] = (dtype, start(folder, name, *overrides))
     for place, workers in PLACES.items():
-        for dtype, axes in {"float32": AXES, "bfloat16": AXES[:1]}.items():
-            for axis in axes:
+        for dtype in TOLERANCE:
+            for axis in AXES:
                 name = f"{place}-{axis}-2-{dtype}".replace(" ", "-")
                 mesh = [f"mesh.{axis}=2", *(["mesh.data=1"] if axis != "data" else [])]
                 ways = [*mesh, *workers, "launch.kind=ray", f"train.compute_dtype={dtype}"]

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-1b, data 4": {**LLAMA, "mesh": {"data": 4}, "weak": True},
 }
 STEPS, WINDOWS = 10, 3
-BANDWIDTH_BYTES = 2**28
+BANDWIDTH_BYTES = 2**32
 
 
 def run_of(case: dict[str, Any]) -> Any:

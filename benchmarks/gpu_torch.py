@@ -27,12 +27,12 @@ import numpy as np
 from common import machine, write_results
 
 VOCAB = 151936
-CASES = {"1 x 512": (1, 512), "8 x 512": (8, 512), "8 x 2048": (8, 2048), "32 x 2048": (32, 2048)}
+CASES = {"1 x 512": (1, 512), "8 x 512": (8, 512), "8 x 2048": (8, 2048), "48 x 2048": (48, 2048)}
 SIDES = {
     "1 x 512": ["ours", "tutorial"],
     "8 x 512": ["ours", "tutorial", "trainer"],
     "8 x 2048": ["ours", "trainer"],
-    "32 x 2048": ["ours"],
+    "48 x 2048": ["ours"],
 }
 STEPS, WINDOWS, TRAINER_STEPS = 10, 4, (10, 50)
 

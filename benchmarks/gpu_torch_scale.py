@@ -160,7 +160,7 @@ def rows_of(names: list[str], cards: int) -> dict[str, Any]:
                 process.kill()
                 process.wait()
     found = {
-        name: row for line in output.splitlines() if line.startswith("{") for name, row in json.loads(line).items()
+        name: row for line in output.splitlines() if line.startswith('{"') for name, row in json.loads(line).items()
     }
     return found | {name: {"error": late or error[-1500:]} for name in names if name not in found}
 

@@ -1,11 +1,16 @@
-"""What fsdp sends: parameters in the type that they are used in, which changes nothing else."""
+"""What fsdp sends, and what it doesn't: which changes nothing else."""
 
 import json
 import re
 import sys
+from typing import Any
 from unittest.mock import patch
 
+import jax
 import numpy as np
+import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from virtual import measured_on_eight_devices
 
 from meshwright.config import make_run
@@ -18,6 +23,7 @@ MODELS = {
     "llama": {"preset": "llama-tiny", "layers": 2},
     "experts": {"preset": "moe-tiny", "layers": 2},
 }
+SENT = re.compile(r" = \(?(\w+\[[0-9,]*\])\S* .*?(all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 LAID = re.compile(r"sharding_constraint.*?(?:: |-> )tensor<([0-9x]+)x(f32|bf16)>")
 
 
@@ -75,6 +81,32 @@ def tables_by_micro_batch() -> bool:
     return f"tensor<4x{rows}x{width}xf32>" in text
 
 
+def sent(engine: JaxEngine) -> list[list]:
+    """What the compiled train step sends, as `[shape, operation]`."""
+    return sorted(map(list, set(SENT.findall(engine._program.compile_train_step().as_text()))))
+
+
+def in_memory() -> dict[str, list[str]]:
+    """What is sent to have an array that lies cut along a mesh in the order of its axes, by devices and by XLA."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    laid = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    x = jax.device_put(np.arange(4.0 * 16).reshape(4, 16), laid)
+
+    def by_xla(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout((0, 1)))
+
+    def by_devices(x: jax.Array) -> jax.Array:
+        return sharding.in_memory_order({"x": x}, {"x": laid})["x"]
+
+    found = {}
+    with jax.set_mesh(mesh):
+        for f in by_devices, by_xla:
+            call = jax.jit(f, out_shardings=laid).lower(x).compile()
+            assert (call(x) == x).all()
+            found[f.__name__] = SENT.findall(call.as_text())
+    return found
+
+
 def _leaves(tree: dict) -> list:
     return [leaf for part in tree.values() for leaf in (_leaves(part) if isinstance(part, dict) else [part])]
 
@@ -87,12 +119,18 @@ def measure() -> dict[str, list]:
         with patch.object(sharding, "is_multiplied", lambda *_: False):
             found[f"{name}, float32"] = trained(model, mesh)
     found["scores"] = [scores({"data": 8}), scores({"fsdp": 4, "data": 2})]
+    found["sent"] = sent(run_on({"fsdp": 4, "data": 2}))
+    found["in memory"] = in_memory()
     found["tables by micro-batch"] = tables_by_micro_batch()
     return found
 
 
-def test_parameters_travel_in_the_type_that_they_are_used_in_and_losses_stay():
-    found = measured_on_eight_devices(__file__)
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return measured_on_eight_devices(__file__)
+
+
+def test_parameters_travel_in_the_type_that_they_are_used_in_and_losses_stay(found):
     for name in MODELS:
         (values, laid), (plain_values, plain_laid) = found[name], found[f"{name}, float32"]
         assert values == plain_values
@@ -100,6 +138,19 @@ def test_parameters_travel_in_the_type_that_they_are_used_in_and_losses_stay():
         assert new and all(entry.endswith("bf16") for entry in new)
     np.testing.assert_allclose(*found["scores"], rtol=1e-5, atol=1e-5)  # of float32, whatever training computes in
     assert not found["tables by micro-batch"]
+
+
+def test_rows_of_the_table_of_embeddings_are_swapped_and_the_table_stays(found):
+    sent = [tuple(entry) for entry in found["sent"]]
+    table = "f32[300,128]"
+    assert ("f32[128,300]", "all-gather") in sent  # of the head, which is the same array turned round
+    assert not [operation for shape, operation in sent if shape == table]
+    assert [shape for shape, operation in sent if operation == "all-to-all"]
+
+
+def test_gradients_are_put_in_order_where_they_lie(found):
+    assert found["in memory"]["by_devices"] == []
+    assert found["in memory"]["by_xla"]  # which is why devices do it
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The kernels for GPUs on a mesh, interpreted on virtual devices: each device runs them on its own examples."""
 
 import json
+import re
 import sys
 from unittest.mock import patch
 
@@ -15,20 +16,26 @@ from meshwright.models import flash, kernels
 from meshwright.models.layout import layout
 
 ATTENDING = [{"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}, {"fsdp": 4, "pipeline": 2}]
+SENT = re.compile(r"stablehlo\.(all_gather|all_reduce|reduce_scatter)\"(?s:.)*?-> tensor<([0-9x]*300x(?:f32|bf16))>")
 MESHES = [{"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2, "context": 2}]
 
 
-def losses(mesh: dict[str, int]) -> list[float]:
-    """Of three steps."""
+def engine_on(mesh: dict[str, int], dtype: str = "auto") -> JaxEngine:
+    """An engine of a small GPT-2."""
     run = make_run(
         {
             "data": {"train": "none"},
             "model": {"preset": "gpt2-tiny", "layers": 2, "width": 64, "vocab_size": 300, "context_length": 32},
             "mesh": {"data": 1, **mesh},
-            "train": {"batch_size": 16, "micro_batch_size": 8, "sequence_length": 32},
+            "train": {"batch_size": 16, "micro_batch_size": 8, "sequence_length": 32, "compute_dtype": dtype},
         }
     )
-    engine, found = JaxEngine(run, run.model.spec), []
+    return JaxEngine(run, run.model.spec)
+
+
+def losses(mesh: dict[str, int]) -> list[float]:
+    """Of three steps."""
+    engine, found = engine_on(mesh), []
     tokens = np.random.default_rng(0).integers(0, 300, (16, 33)).astype(np.int32)
     weights = np.random.default_rng(1).integers(0, 2, (16, 32)).astype(np.float32)
     for _ in range(3):
@@ -49,6 +56,16 @@ def fused_attention() -> tuple[list[list[float]], list[str]]:
         return [losses(mesh) for mesh in ATTENDING], sorted(kinds)
 
 
+def sent_for_the_head() -> list[str]:
+    """What devices do with arrays that have an axis of the vocabulary, and of what type these are."""
+    engine = engine_on({"data": 2, "fsdp": 4}, "bfloat16")
+    step, state = engine._program.train_step, engine._program.state
+    with step._mesh.active():
+        shapes = (state.shapes, step._mesh.abstract_batch(engine._program.run), step._mesh.to_agree_on(0))
+        text = step._jitted.lower(*shapes).as_text()
+    return sorted(" ".join(found) for found in set(SENT.findall(text)))
+
+
 def measure() -> dict[str, list]:
     """Losses and gradient norms, and what each kernel was given, with the kernels and without."""
     found, given, call = {"without": [losses(mesh) for mesh in MESHES]}, [], kernels.call
@@ -65,6 +82,7 @@ def measure() -> dict[str, list]:
         given.clear()
         found["with"].append(losses(mesh))
         found["given"].append(sorted({tuple(entry) for entry in given}))
+    found["sent"] = sent_for_the_head()
     return found
 
 
@@ -76,6 +94,8 @@ def test_they_change_nothing_and_see_one_devices_examples():
     rows = {entry[1] for entry in found["given"][0] if entry[0] != "_cross_entropy"}
     assert rows == {32}  # of 8 examples of 32 tokens on 8 devices
     assert found["given"][1] == []  # examples aren't whole there
+    # Rounded on the way there; summed in float32 on the way back, and each gets what it stores.
+    assert found["sent"] == ["all_gather 64x300xbf16", "all_reduce 16x300xf32", "reduce_scatter 16x300xf32"]
     np.testing.assert_allclose(found["attention with"], found["attention without"], rtol=1e-5)
     assert found["kinds of axes"] == ["Manual"]  # XLA crashes on cuDNN's calls where it has any axis to itself
 

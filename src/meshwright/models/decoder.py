@@ -22,6 +22,7 @@ from meshwright.models.layers import LayerNorm, Linear, RMSNorm, dropout
 from meshwright.models.layout import layout
 from meshwright.models.mlp import MLP
 from meshwright.models.moe import MoE, Routing
+from meshwright.models.precision import is_multiplied
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacks import dense_spec, stack_of, unstack
 
@@ -203,10 +204,11 @@ class Decoder(nnx.Module):
         return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def embedded(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The embeddings of tokens of any shape, float32, with an axis of width added; `dtype` is what comes after."""
-        exact_in = dtype if self.spec.embedding_scale == 1.0 else self.embedding.dtype
-        x = look_up(self.embedding[...], tokens, exact_in)
-        return x if self.spec.embedding_scale == 1.0 else self.spec.embedding_scale * x
+        """The embeddings of tokens `[..., B, T]`, with an axis of width added; `dtype` is what comes after."""
+        scale, whole = self.spec.embedding_scale, self.embedding.dtype
+        rounded = dtype if is_multiplied("embedding", 2, self.spec) else whole
+        x = look_up(self.embedding[...], tokens, rounded, dtype if scale == 1.0 else whole)
+        return x if scale == 1.0 else scale * x
 
     def start(
         self,

@@ -101,25 +101,33 @@ def _gelu_of_sum_backward(kept, dy):
 gelu_of_sum.defvjp(lambda x, bias_F: (gelu_of_sum(x, bias_F), (x, bias_F)), _gelu_of_sum_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """The rows `tokens` of a table, in its type.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def look_up(table_VD: jax.Array, tokens: jax.Array, dtype: Any, back: Any) -> jax.Array:
+    """The rows `tokens` of a table.
 
     Arguments:
         table_VD: float32.
-        tokens: `[...]`.
-        dtype: a type that holds the gradient of the result exactly.
+        tokens: `[..., B, T]`.
+        dtype: of the result.
+        back: a type that holds its gradient exactly.
     """
-    return table_VD[tokens]
+    beside = (None,) * (tokens.ndim - 2)
+    # Where the table is cut by its width, rows are: each device looks up its part of all, and then they swap.
+    x = table_VD[layout().place(tokens, *beside, "batch_beside_width", "time")]
+    x = layout().place(x.astype(dtype), *beside, "batch_beside_width", "time", "width")
+    return layout().place(x, *beside, "batch", "time", None)
 
 
-def _look_up_forward(table_VD, tokens, dtype):
-    return look_up(table_VD, tokens, dtype), (table_VD, tokens)
+def _look_up_forward(table_VD, tokens, dtype, back):
+    return look_up(table_VD, tokens, dtype, back), (table_VD, tokens)
 
 
-def _look_up_backward(dtype, kept, dx):
+def _look_up_backward(dtype, back, kept, dx):
     table_VD, tokens = kept  # just the shape of the former
-    dx, tokens = layout().gather_rows(dx.astype(dtype), tokens, table_VD.shape[0])
+    beside = (None,) * (tokens.ndim - 2)
+    dx = layout().place(dx.astype(back), *beside, "batch_beside_width", "time", "width")
+    tokens = layout().place(tokens, *beside, "batch_beside_width", "time")
+    dx, tokens = layout().gather_rows(dx, tokens, table_VD.shape[0])
     return jnp.zeros_like(table_VD).at[tokens].add(dx.astype(table_VD.dtype)), None
 
 

@@ -43,6 +43,10 @@ class Layout:
         """Parameters of a layer (`nnx.State`), as the layer needs them to compute in this type."""
         return params
 
+    def gather_kernel(self, kernel_DV: jax.Array, dtype: Any) -> jax.Array:
+        """The head's kernel, `[D, V]`, as scores in this type need it."""
+        return kernel_DV
+
     def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
         """The gradient of the rows `tokens` of a table of so many, lying as they are best added up."""
         return dx, tokens

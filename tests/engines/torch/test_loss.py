@@ -10,6 +10,22 @@ def some(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize(
+    ("memory", "vocab", "tokens"),
+    [
+        (None, 151_936, 512),
+        (140 * 2**30, 151_936, 8192),  # 9.2 GiB would be too many
+        (24 * 2**30, 151_936, 2048),
+        (140 * 2**30, 50_257, 16_384),
+        (2 * 2**30, 151_936, 512),
+    ],
+)
+def test_as_many_tokens_at_a_time_as_the_memory_allows(memory, vocab, tokens):
+    assert loss.score_chunk(memory, vocab) == tokens
+    if memory and 512 < tokens < 16_384:
+        assert 4 * vocab * tokens <= memory / 16 < 4 * vocab * 2 * tokens
+
+
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_it_is_the_plain_one_chunk_by_chunk(softcap):
     x_ND, kernel_VD = some(0, 10, 8).requires_grad_(), some(1, 33, 8).requires_grad_()

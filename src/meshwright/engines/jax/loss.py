@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from meshwright.engines.jax.manual import manual
-from meshwright.engines.jax.rules import ACTIVATIONS
+from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.models import kernels
 from meshwright.models.gradients import capped, settled
 from meshwright.models.layout import Layout, layout, use_layout
@@ -57,6 +57,7 @@ def sharded_cross_entropy_sum(
     total = partial(cross_entropy_sum, chunk=chunk, vocab=vocab, softcap=softcap)
     if long == 1 and layout().on_mesh and kernels.applies(x_AMTD[0]):
         return _on_each_device(total, x_AMTD, head, targets_AMT, weights_AMT)
+    head = Head(layout().gather_kernel(head.kernel_DV, x_AMTD.dtype), head.bias_V)
     x, targets, weights = by_share(x_AMTD), by_share(targets_AMT), by_share(weights_AMT)
     if shares == (1, 1):
         return total(x[0, 0], head, targets[0, 0], weights[0, 0])
@@ -69,17 +70,35 @@ def _on_each_device(
 ) -> jax.Array:
     """The sum over the devices of what each makes of its examples, with kernels that XLA can't cut."""
 
-    def here(x: jax.Array, targets: jax.Array, weights: jax.Array, *of_head: jax.Array) -> jax.Array:
+    def here(x: jax.Array, targets: jax.Array, weights: jax.Array, kernel: jax.Array, *bias: jax.Array) -> jax.Array:
         with use_layout(Layout()):
             rows = (part.reshape(-1, *part.shape[3:]) for part in (x, targets.astype(jnp.int32), weights))
             x_ND, targets_N, weights_N = rows
-            return total(x_ND, Head(of_head[0], *(of_head[1:] or (None,))), targets_N, weights_N)[None]
+            return total(x_ND, Head(_gathered(kernel, x.dtype), *(bias or (None,))), targets_N, weights_N)[None]
 
     axes = ACTIVATIONS["batch"]
     cut, whole = PartitionSpec(None, axes), PartitionSpec()
-    given = [part for part in head if part is not None]
-    mapped = manual(here, (cut, cut, cut, *(whole for _ in given)), PartitionSpec(axes), axes)
-    return mapped(x_AMTD, targets_AMT.astype(jnp.float32), weights_AMT, *given).sum()  # float32 holds an id exactly
+    bias = [] if head.bias_V is None else [head.bias_V]
+    in_specs = (cut, cut, cut, PartitionSpec(GATHERED), *(whole for _ in bias))
+    mapped = manual(here, in_specs, PartitionSpec(axes), axes)
+    ids = targets_AMT.astype(jnp.float32)  # which holds them exactly
+    return mapped(x_AMTD, ids, weights_AMT, head.kernel_DV, *bias).sum()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(kernel_DV: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """All rows of a kernel, of which each device has some, rounded to this type; of their gradient each gets its own.
+
+    The type is half as much to send. The gradient travels as it is: it is a sum.
+    """
+    return jax.lax.all_gather(kernel_DV.astype(dtype), GATHERED, tiled=True).astype(kernel_DV.dtype)
+
+
+def _gathered_backward(_dtype: jnp.dtype, _: None, d_kernel_DV: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.psum_scatter(d_kernel_DV, GATHERED, tiled=True),)
+
+
+_gathered.defvjp(lambda kernel_DV, dtype: (_gathered(kernel_DV, dtype), None), _gathered_backward)
 
 
 def cross_entropy_sum(

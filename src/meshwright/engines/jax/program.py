@@ -72,7 +72,9 @@ class Program:
         self.begin = self.compiled(self.state.begin, donate_argnums=0, out_shardings=shardings)
         loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
         step = make_train_step(
-            run, loss_sum, run_mesh, optimizer, schedule, metrics or {}, trained, self.state.in_order
+            *(run, loss_sum, run_mesh, optimizer, schedule, metrics or {}, trained),
+            in_order=self.state.in_order,
+            as_stored=self.state.as_stored,
         )
         self.train_step = self.compiled(step, donate_argnums=0, out_shardings=(shardings, self.everywhere))
         self.eval_step = self.compiled(make_eval_step(loss_sum, run_mesh), out_shardings=self.everywhere)

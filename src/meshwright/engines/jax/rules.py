@@ -21,6 +21,8 @@ GATHERED = ("fsdp",)
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "batch_beside_experts": ("data", "fsdp"),
+    "batch_beside_width": ("data", "expert"),
+    "width": ("fsdp",),  # of rows of a table that is cut so
     "experts": ("expert",),
     "time": ("context",),
     "sequence": ("context", "tensor"),  # between the parts of a block, where each token stands alone

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout as MemoryOrder
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshwright.engines.jax.experts import expert_parallel
@@ -106,6 +108,22 @@ def state_shardings(state: Any, params: Any, shardings: Any, rest: NamedSharding
     return jax.tree_util.tree_map_with_path(choose, state)
 
 
+def in_memory_order(tree: Any, shardings: Any) -> Any:
+    """Arrays of a mesh, each in its devices' memory with its first axis outermost.
+
+    Arguments:
+        tree: the arrays.
+        shardings: how they lie.
+    """
+
+    def local(tree: Any) -> Any:
+        return jax.tree.map(lambda x: with_layout_constraint(x, MemoryOrder(tuple(range(x.ndim)))), tree)
+
+    # By hand: XLA would gather some of the arrays to do it.
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return jax.shard_map(local, in_specs=(specs,), out_specs=specs, check_vma=False)(tree)
+
+
 def _names(path: tuple) -> tuple[str, ...]:
     return tuple(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", "")))) for part in path)
 
@@ -159,13 +177,16 @@ class MeshLayout(Layout):
         sent = dtype is not None and there != back and jnp.issubdtype(x.dtype, jnp.floating)
         return _relay(x, there, back, dtype if sent else x.dtype)
 
+    def gather_kernel(self, kernel_DV: jax.Array, dtype: Any) -> jax.Array:
+        """See `Layout.gather_kernel`."""
+        return self._gather(kernel_DV, ("width", "vocab"), dtype)
+
     def gather_rows(self, dx: jax.Array, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
         """See `Layout.gather_rows`: where they are less than the table's gradient, each device adds up all of them."""
         sent, table = tokens.size * dx.dtype.itemsize, rows * np.dtype(np.float32).itemsize
         if self._sizes["tensor"] > 1 or sent >= table:
             return dx, tokens
-        everywhere = PartitionSpec()
-        return jax.lax.with_sharding_constraint(dx, everywhere), jax.lax.with_sharding_constraint(tokens, everywhere)
+        return self.place(dx, *(None,) * tokens.ndim, "width"), self.place(tokens, *(None,) * tokens.ndim)
 
     def order_T(self, time: int) -> jax.Array:
         """See `Layout.order_T`."""

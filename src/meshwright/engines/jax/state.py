@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from meshwright.config import Run
 from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.pipeline import stored_order
-from meshwright.engines.jax.sharding import axes_of, pad_vocab, padded_vocab, specs_of, state_shardings
+from meshwright.engines.jax.sharding import axes_of, in_memory_order, pad_vocab, padded_vocab, specs_of, state_shardings
 from meshwright.engines.jax.step import Params, TrainState
 from meshwright.engines.jax.trained import Trained
 from meshwright.models.spec import ModelSpec
@@ -53,6 +53,13 @@ class StatePlan:
             return params
         place_L = np.argsort(self.order_L)
         return {**params, "blocks": jax.tree.map(lambda leaf: leaf[place_L], params["blocks"])}
+
+    def as_stored(self, gradients: Params) -> Params:
+        """Gradients, in memory as parameters are: XLA would else turn these and their moments round for the update,
+        and back."""
+        if self.shardings is None:
+            return gradients
+        return in_memory_order(gradients, self.trained.of(self.shardings.params))
 
 
 def plan_state(

@@ -126,7 +126,8 @@ def make_loss(graph: nnx.GraphDef, run: Run, spec: ModelSpec, run_mesh: RunMesh,
 
     def loss_sum(params: Params, batch: Batch, keys_AM: jax.Array | None = None) -> LossSum:
         model = nnx.merge(graph, params)
-        gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name not in STACKS}
+        later = *STACKS, "embedding", "head"  # gathered where they are used
+        gathered = {name: part for name, part in nnx.state(model, nnx.Param).items() if name not in later}
         nnx.update(model, nnx.State(layout().gather(gathered, dtype)))
         with float8.use(in_float8):
             x_AMTD, routing_L = hidden(model, batch, keys_AM)
@@ -164,6 +165,7 @@ def make_train_step(
     metrics: dict[str, Metric],
     trained: Trained,
     in_order: Callable[[Params], Params],
+    as_stored: Callable[[Params], Params],
 ) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, dict[str, jax.Array]]]:
     """One update on one global batch `[A, M, T]`; given a number by each process, it also returns the largest.
 
@@ -176,6 +178,7 @@ def make_train_step(
         metrics: a researcher's own, each a scalar of an `Update`.
         trained: which parameters are trained; the others come out as they went in.
         in_order: puts the layers in order for the metrics.
+        as_stored: puts gradients in memory as parameters are.
     """
 
     def gradients_of(params: Params, batch: Batch, keys_AM: jax.Array) -> tuple[Params, LossSum]:
@@ -191,7 +194,7 @@ def make_train_step(
         keys_AM = example_keys(run.seed, state.step, run.train.batch_size).reshape(run_mesh.accumulate, -1)
         sums, loss = _summed(partial(gradients_of, state.params), run_mesh, batch, keys_AM)
         tokens = jnp.maximum(loss.tokens, 1.0)
-        gradients = jax.tree.map(lambda g: g / tokens, sums)
+        gradients = jax.tree.map(lambda g: g / tokens, as_stored(sums))
         norm = optax.global_norm(gradients)
         if run.optimizer.clip_norm:
             shrink = jnp.minimum(1.0, run.optimizer.clip_norm / jnp.maximum(norm, 1e-12))

@@ -3,6 +3,7 @@
 Shapes: N tokens, C tokens of a chunk, D width, V vocabulary (of this process).
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -10,6 +11,23 @@ from typing import Any
 import torch
 
 from meshwright.engines.torch.collectives import TensorGroup, reduced
+
+_LEAST, _MOST = 512, 16384
+
+
+def score_chunk(memory: int | None, vocab: int) -> int:
+    """Tokens whose scores are made at a time.
+
+    On a CPU few enough for its cache. On a GPU the head's gradient is read and written once a chunk, so there are as
+    many, a power of two, as take a sixteenth of its memory in float32, within bounds.
+
+    Arguments:
+        memory: of the GPU, bytes; None: a CPU.
+        vocab: scores of a token, of this process.
+    """
+    if memory is None:
+        return _LEAST
+    return min(_MOST, max(_LEAST, 2 ** int(math.log2(memory / 16 / (4 * vocab)))))
 
 
 class _Sum(torch.autograd.Function):

@@ -19,6 +19,7 @@ from meshwright.engines.torch.any_model import WholeModel
 from meshwright.engines.torch.build import skeleton, tensor_shapes, tensors_of_model
 from meshwright.engines.torch.copies import Copies
 from meshwright.engines.torch.lora import attach, initial
+from meshwright.engines.torch.loss import score_chunk
 from meshwright.engines.torch.loss_model import LossModel
 from meshwright.engines.torch.mesh import TorchMesh, compute_dtype
 from meshwright.engines.torch.names import Names
@@ -28,7 +29,6 @@ from meshwright.engines.torch.weights import Weights
 from meshwright.hub.any_model import blocks_of
 from meshwright.models.spec import ANY, ModelSpec
 
-_CHUNKS = {"cpu": 512, "cuda": 4096}  # tokens whose scores are made at a time
 _PRODUCTS = (
     *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
     torch.ops.meshwright.nf4_product.default,
@@ -63,11 +63,13 @@ class Placed:
             cut(model, mesh.tensor, mesh.mesh["tensor"])
         _, blocks = blocks_of(model)
         regular = not (spec.experts or "expert" in spec.config or model._is_stateful)  # each block does the same anew
-        compiled = mesh.device.type == "cuda" and regular
+        on_gpu = mesh.device.type == "cuda"
+        compiled = on_gpu and regular
         for block in blocks:
             _prepare_block(block, run, compiled=compiled)
         kind = WholeModel if spec.family == ANY else LossModel
-        self.module = kind(model, spec, mesh.tensor, _CHUNKS[mesh.device.type])
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory if on_gpu else None
+        self.module = kind(model, spec, mesh.tensor, score_chunk(memory, spec.vocab_size // mesh.sizes["tensor"]))
         if mesh.mesh is not None:
             self._shard(blocks)
         buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
