@@ -12,7 +12,8 @@ model is on one card, and the others are measured against it in the same call.
 - `pipeline 2`, with as many rows as one card alone has, in 8 micro-batches: expected is half the time of one card with
   the same micro-batches, over 1 - the bubble that `meshwright plan` prints.
 - `tensor 2`, with as many rows: expected is half the time of one card, and what is sent over the bandwidth measured
-  here: in each layer the residual stream is gathered twice and scattered twice forward, and as often backward.
+  here for messages of that size: in each layer the residual stream is gathered twice and scattered twice forward, and
+  as often backward.
 """
 
 import argparse
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-1b, data 4": {**LLAMA, "mesh": {"data": 4}, "weak": True},
 }
 STEPS, WINDOWS = 10, 3
-BANDWIDTH_BYTES = 2**32
+REPEATS = 20
 
 
 def run_of(case: dict[str, Any]) -> Any:
@@ -105,27 +106,32 @@ def expected_parts(name: str, run: Any) -> dict[str, Any]:
     if "tensor" in mesh:
         stream = run.train.batch_size * CASES[name]["time"] * run.model.spec.width * 2
         # Each gather or scatter between two cards sends half of the stream each way.
-        return {"sent_bytes": 8 * run.model.spec.layers * stream // 2, "bytes_per_second": bandwidth()}
+        return {"sent_bytes": 8 * run.model.spec.layers * stream // 2, "bytes_per_second": bandwidth(stream // 2)}
     return {}
 
 
-def bandwidth() -> float:
-    """Bytes a second that each of two cards sends in a gather."""
+def bandwidth(sent: int) -> float:
+    """Bytes a second that each of two cards sends, so many at a time, where it gathers and scatters in turn."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    cut, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
-    x = jax.device_put(jnp.zeros(BANDWIDTH_BYTES // 2, jnp.bfloat16), cut)
-    gather = jax.jit(lambda x: x + 0, out_shardings=whole)
-    gather(x).block_until_ready()
+    mesh, cut = Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x")
+
+    def to_and_fro(x: jax.Array) -> jax.Array:
+        for _ in range(REPEATS):
+            x = jax.lax.psum_scatter(jax.lax.all_gather(x, "x", tiled=True), "x", tiled=True)
+        return x
+
+    repeated = jax.jit(jax.shard_map(to_and_fro, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+    x = jax.device_put(jnp.full(sent, 1e-3, jnp.bfloat16), NamedSharding(mesh, cut))  # two bytes each, on two cards
+    repeated(x).block_until_ready()
     times = []
     for _ in range(10):
         start = time.perf_counter()
-        gather(x).block_until_ready()
+        repeated(x).block_until_ready()
         times.append(time.perf_counter() - start)
-    return BANDWIDTH_BYTES / 2 / statistics.median(times)
+    return 2 * REPEATS * sent / statistics.median(times)
 
 
 def with_expectation(name: str, rows: dict[str, Any]) -> dict[str, Any]:
