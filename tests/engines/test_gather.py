@@ -17,6 +17,7 @@ from meshwright.config import make_run
 from meshwright.data.examples import Batch
 from meshwright.engines.jax import sharding
 from meshwright.engines.jax.engine import JaxEngine
+from meshwright.models import decoder
 
 MODELS = {
     "gpt2": {"preset": "gpt2-tiny", "layers": 2, "width": 64},
@@ -116,7 +117,8 @@ def measure() -> dict[str, list]:
     mesh, found = {"fsdp": 4, "data": 2}, {}
     for name, model in MODELS.items():
         found[name] = trained(model, mesh)
-        with patch.object(sharding, "is_multiplied", lambda *_: False):
+        exact = patch.object(sharding, "is_multiplied", lambda *_: False)
+        with exact, patch.object(decoder, "is_multiplied", lambda *_: False):
             found[f"{name}, float32"] = trained(model, mesh)
     found["scores"] = [scores({"data": 8}), scores({"fsdp": 4, "data": 2})]
     found["sent"] = sent(run_on({"fsdp": 4, "data": 2}))
