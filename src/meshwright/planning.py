@@ -23,7 +23,7 @@ from meshwright.engines.jax.mesh import RunMesh
 from meshwright.engines.jax.optimizer import make_optimizer
 from meshwright.engines.jax.pipeline import bubble
 from meshwright.engines.jax.program import Program, compute_dtype
-from meshwright.engines.jax.rules import ACTIVATIONS, PARAMETERS
+from meshwright.engines.jax.rules import ACTIVATIONS, PARAMETERS, PASSING
 from meshwright.engines.jax.state import StatePlan, plan_state
 from meshwright.engines.jax.step import uses_float8
 from meshwright.engines.jax.trained import model_of
@@ -194,7 +194,7 @@ def _cuts(plan: Plan, axis: str) -> str:
     activations = [
         name.replace("_", " ")
         for name, along in ACTIVATIONS.items()
-        if axis in along and ("expert" not in name or plan.spec.experts)
+        if axis in along and name not in PASSING and ("expert" not in name or plan.spec.experts)
     ]
     cut = (("parameters", parameters), ("activations", activations))
     return "cuts " + "; ".join(f"{what} along {', '.join(names)}" for what, names in cut if names)

@@ -30,3 +30,6 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "ffn": ("tensor",),
 }
+
+PASSING = ("batch_beside_width", "width")
+"""Names in `ACTIVATIONS` that only rows of a table have, while they are swapped: no cut of a model's activations."""
