@@ -1,5 +1,9 @@
 """Which of Ray Train's own actors a run goes without."""
 
+import contextlib
+import os
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("ray")
@@ -32,10 +36,25 @@ def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone(monkeypatch):
     ray_of = ray_cluster.ray_cluster
     with ray_of("", "launch.kind") as ray:
         assert ray_cluster.is_own_cluster()
+        ours = programs_of_ray()
     assert not ray_cluster.is_own_cluster()
     ray.init(address="local", include_dashboard=False, num_cpus=1)
     try:
         with ray_of("", "launch.kind"):
             assert not ray_cluster.is_own_cluster()
+            rays = programs_of_ray()
     finally:
         ray.shutdown()
+    assert "raylet" in ours
+    assert rays - ours == {"dashboard.py", "monitor.py", "log_monitor.py"}
+
+
+def programs_of_ray() -> set[str]:
+    """The last parts of the paths of what runs here of Ray's package, workers left out."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            own = int(file.with_name("stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+            paths = [Path(part) for part in file.read_text().split("\0")]
+            found |= {path.name for path in paths[:4] if own and path.is_file() and "ray" in path.parts}
+    return found

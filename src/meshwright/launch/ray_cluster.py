@@ -83,7 +83,8 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         # Its processes would give way to any other of this machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
         many = max(cpus, os.cpu_count() or 1)
-        ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
+        with _fewer_processes(ray):
+            ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
         _own = True
         _start_early()
         return
@@ -98,6 +99,20 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
             f"launch.address = {address!r}: no Ray cluster answers there ({why}); give the address that `ray start "
             "--head` shows, or leave out the key (and RAY_ADDRESS) for one on this machine"
         ) from None
+
+
+@contextmanager
+def _fewer_processes(ray: Any) -> Iterator[None]:
+    # A dashboard's server, though without a dashboard, a monitor for the autoscaler, and one for logs that nobody shows:
+    # each takes a processor seconds to start, and more as it goes on. Ray waits for the first, and has no setting for
+    # any of them. They are its own affair, and may be elsewhere in another version.
+    theirs = ray._private.node.Node
+    idle = [name for name in ("start_api_server", "start_monitor", "start_log_monitor") if hasattr(theirs, name)]
+    ray._private.node.Node = type("Node", (theirs,), {name: lambda self, **_: None for name in idle})
+    try:
+        yield
+    finally:
+        ray._private.node.Node = theirs
 
 
 def _start_early() -> None:

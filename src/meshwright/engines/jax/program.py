@@ -1,5 +1,6 @@
 """All that a run compiles, before any of its arrays exists."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from meshwright.models.spec import ModelSpec
 
 # With them, on two H200s under JAX 0.11.2, data = 2 and several micro-batches gave a wrong gradient of the embedding.
 PASSES_OFF_ON_GPUS = "while-loop-all-reduce-code-motion,all-reduce-reassociate,all-reduce-combiner"
+_LEVEL = "xla_backend_optimization_level"
 
 
 class Program:
@@ -68,7 +70,7 @@ class Program:
         self.base = plan_state(model, spec, run, run_mesh, optax.identity()) if adapters else self.state
         self.everywhere = run_mesh.sharding(PartitionSpec())
         shardings, trained = self.state.shardings, self.state.trained
-        self.make_state = self.compiled(self.state.make, out_shardings=shardings)
+        self.make_state = self.compiled(self.state.make, once=True, out_shardings=shardings)
         self.begin = self.compiled(self.state.begin, donate_argnums=0, out_shardings=shardings)
         loss_sum = make_loss(self.state.graph, run, spec, run_mesh, self.dtype)
         step = make_train_step(
@@ -84,12 +86,15 @@ class Program:
         )
         self.all_finite = self.compiled(_all_finite, out_shardings=self.everywhere)
 
-    def compiled(self, f: Callable[..., Any], *, ordered: bool = False, **options: Any) -> "OnMesh":
+    def compiled(
+        self, f: Callable[..., Any], *, ordered: bool = False, once: bool = False, **options: Any
+    ) -> "OnMesh":
         """`jax.jit(f)`, traced and run on this mesh.
 
         Arguments:
             f: the function; the layout of this mesh is in force while it is traced.
             ordered: see `MeshLayout`.
+            once: it is called once, which isn't worth all of LLVM's optimizations, on a CPU.
             options: of `jax.jit`.
         """
         layout = Layout() if self.mesh.mesh is None else MeshLayout(self.mesh, self.spec, ordered=ordered)
@@ -102,11 +107,18 @@ class Program:
             with use_layout(layout):
                 return f(*arguments)
 
-        if self.mesh.mesh is not None and jax.default_backend() == "gpu":
-            options["compiler_options"] = {"xla_disable_hlo_passes": PASSES_OFF_ON_GPUS}
-        if deterministic:
-            options["compiler_options"] = options.get("compiler_options", {}) | {"xla_gpu_deterministic_ops": True}
+        options["compiler_options"] = self._compiler_options(once, deterministic)
         return OnMesh(self.mesh, jax.jit(traced, **options))
+
+    def _compiler_options(self, once: bool, deterministic: bool) -> dict[str, Any] | None:
+        options: dict[str, Any] = {}
+        if self.mesh.mesh is not None and jax.default_backend() == "gpu":
+            options["xla_disable_hlo_passes"] = PASSES_OFF_ON_GPUS
+        if deterministic:
+            options["xla_gpu_deterministic_ops"] = True
+        if once and jax.default_backend() == "cpu" and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+            options[_LEVEL] = 1
+        return options or None
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """The train step compiled ahead, from abstract arrays."""
