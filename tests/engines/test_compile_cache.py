@@ -16,7 +16,7 @@ def count(event, **_):
         found[name] += event == f"/jax/compilation_cache/cache_{name}"
 
 def add(event, seconds, **_):
-    found["seconds"] += seconds * (event == "/jax/core/compile/backend_compile_duration")  # or of reading from the cache
+    found["seconds"] += seconds * (event == "/jax/core/compile/backend_compile_duration")  # or of reading the cache
 
 jax.monitoring.register_event_listener(count)
 jax.monitoring.register_event_duration_secs_listener(add)

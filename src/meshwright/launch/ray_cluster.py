@@ -103,7 +103,7 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
 
 @contextmanager
 def _fewer_processes(ray: Any) -> Iterator[None]:
-    # A dashboard's server, though without a dashboard, a monitor for the autoscaler, and one for logs that nobody shows:
+    # A dashboard's server, though without a dashboard, a monitor for the autoscaler, and one for logs that nobody sees:
     # each takes a processor seconds to start, and more as it goes on. Ray waits for the first, and has no setting for
     # any of them. They are its own affair, and may be elsewhere in another version.
     theirs = ray._private.node.Node

@@ -86,9 +86,7 @@ class Program:
         )
         self.all_finite = self.compiled(_all_finite, out_shardings=self.everywhere)
 
-    def compiled(
-        self, f: Callable[..., Any], *, ordered: bool = False, once: bool = False, **options: Any
-    ) -> "OnMesh":
+    def compiled(self, f: Callable[..., Any], *, ordered: bool = False, once: bool = False, **options: Any) -> "OnMesh":
         """`jax.jit(f)`, traced and run on this mesh.
 
         Arguments:
