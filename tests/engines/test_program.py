@@ -9,7 +9,7 @@ from meshwright.engines.jax.program import Program
 from meshwright.models.decoder import Decoder
 
 
-def test_what_runs_once_is_compiled_in_less_time_to_the_same_numbers(monkeypatch):
+def test_what_runs_once_is_compiled_at_a_lower_level_to_the_same_numbers(monkeypatch):
     run = make_run(run_values("none", model={"vocab_size": 61}))
     program = Program(run, run.model.spec, model=Decoder)
     fast, slow, other = (

@@ -1,4 +1,4 @@
-"""Which of Ray Train's own actors a run goes without."""
+"""Which of Ray's own actors and processes a run goes without."""
 
 import contextlib
 import os
