@@ -7,7 +7,7 @@
 bfloat16, AdamW, clipping, random token ids over the whole vocabulary, but with `--program` bytes of text on both sides;
 `float8` is the engine's step with `train.float8`. Each side is a process of its own that has the card to itself; it
 compiles, takes some steps, and then is timed over windows of ten steps, the device synchronised before and after each:
-the median window counts. `program` is the whole of `meshwright train` on text of this machine, with its loader, a
+the median of four windows counts, with `--program` of twenty, as many steps as the program's. `program` is the whole of `meshwright train` on text of this machine, with its loader, a
 record every 10 steps and a checkpoint every 200: the time between two of its records, 200 steps apart, by the clock of
 the process that started it. Between them is one checkpoint, which isn't the first, for which things are compiled.
 
@@ -51,6 +51,7 @@ SIDES = {
 PROGRAM_SIDES = {"gpt2-124m": ["ours", "program"], "llama-1b": ["ours", "program"]}
 STEPS, WINDOWS = 10, 4
 PROGRAM_STEPS = (210, 410)
+PROGRAM_WINDOWS = (PROGRAM_STEPS[1] - PROGRAM_STEPS[0]) // STEPS
 
 
 def our_run(case: dict[str, Any], *, float8: bool = False) -> Any:
@@ -120,6 +121,7 @@ def work(side: str, names: list[str], *, of_text: bool) -> None:
     """A side's process: time steps of each case, and print what came out."""
     import gc
 
+    windows = PROGRAM_WINDOWS if of_text else WINDOWS
     for name in names:
         case = CASES[name]
         batches = some_batches(case, of_text=of_text)
@@ -127,19 +129,19 @@ def work(side: str, names: list[str], *, of_text: bool) -> None:
         step = STEPS_OF[side](case)
         first = float(step(*batches[0]))
         compiled = time.perf_counter() - started
-        print(json.dumps({"first_step_s": compiled, "first_loss": first, **timed(step, batches)}), flush=True)
+        print(json.dumps({"first_step_s": compiled, "first_loss": first, **timed(step, batches, windows)}), flush=True)
         del step
         gc.collect()
 
 
 def timed(
-    step: Callable[[np.ndarray, np.ndarray], Any], batches: list[tuple[np.ndarray, np.ndarray]]
+    step: Callable[[np.ndarray, np.ndarray], Any], batches: list[tuple[np.ndarray, np.ndarray]], many: int
 ) -> dict[str, Any]:
-    """Seconds of a step: the median over windows, and the extremes."""
+    """Seconds of a step: the median over so many windows, and the extremes."""
     for inputs, targets in batches:
         loss = step(inputs, targets)
     last, windows = float(loss), []
-    for _ in range(WINDOWS):
+    for _ in range(many):
         start = time.perf_counter()
         for number in range(STEPS):
             loss = step(*batches[number % len(batches)])

@@ -264,11 +264,6 @@ def gpu_torch_scale(results: dict[str, Any]) -> str:
     return table(["", "rows", "a step, ms", "MFU", "peak a card, GiB", "of linear", "float32 losses away"], rows)
 
 
-def gpu_torch_some(results: dict[str, Any]) -> str:
-    """Some of the cases by themselves."""
-    return gpu_torch(results)
-
-
 def gpu_float8(results: dict[str, Any]) -> str:
     """Products in float8 beside those in bfloat16."""
     return gpu_train(results)
@@ -339,7 +334,6 @@ MAKERS = (
     gpu_train_some,
     gpu_program,
     gpu_torch,
-    gpu_torch_some,
     gpu_torch_scale,
     gpu_float8,
     second_start,

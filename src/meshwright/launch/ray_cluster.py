@@ -82,6 +82,8 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Its processes would give way to any other of this machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # A process for each processor, most of which no actor would ever use.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         many = max(cpus, os.cpu_count() or 1)
         with _fewer_processes(ray):
             ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
