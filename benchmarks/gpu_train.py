@@ -7,9 +7,10 @@
 bfloat16, AdamW, clipping, random token ids over the whole vocabulary, but with `--program` bytes of text on both sides;
 `float8` is the engine's step with `train.float8`. Each side is a process of its own that has the card to itself; it
 compiles, takes some steps, and then is timed over windows of ten steps, the device synchronised before and after each:
-the median of four windows counts, with `--program` of twenty, as many steps as the program's. `program` is the whole of `meshwright train` on text of this machine, with its loader, a
-record every 10 steps and a checkpoint every 200: the time between two of its records, 200 steps apart, by the clock of
-the process that started it. Between them is one checkpoint, which isn't the first, for which things are compiled.
+the median of four windows counts, with `--program` of twenty, as many steps as the program's. `program` is the whole of
+`meshwright train` on text of this machine, with its loader, a record every 10 steps and a checkpoint every 200: the
+time between two of its records, 200 steps apart, by the clock of the process that started it. Between them is one
+checkpoint, which isn't the first, for which things are compiled.
 
 MFU is the share of the card's peak (`meshwright.engines.peaks`) of the operations that training on a token needs:
 6 P + 12 L H Q T (`meshwright.engines.flops.training_flops`), experts that a token doesn't pass left out. The peak is
