@@ -134,7 +134,7 @@ class TrainSection(Section):
     deterministic: bool = False
     """Whether one GPU gives the same losses to the last bit in each run, and after a resume. CPUs always do."""
     compile_cache: str = "auto"
-    """Folder of compiled programs, for the next start; `auto`: the user's cache, if one process has GPUs; or `off`."""
+    """Folder of compiled programs, for the next start; `auto`: the user's cache, for one process on GPUs; or `off`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
