@@ -121,7 +121,7 @@ def decoded(spec: ModelSpec, params: dict, ids_BT: np.ndarray) -> np.ndarray:
     @jax.jit
     def step(params: dict, ids_BT: jax.Array, positions_BT: jax.Array, cache: Any) -> Any:
         model = decoder(spec, params)
-        x_BTD, cache = model.decode(ids_BT, positions_BT, cache)
+        x_BTD, cache = model.decode(ids_BT, positions_BT, cache, from_start=ids_BT.shape[1] > 1)
         return model.logits(x_BTD), cache
 
     cache, pieces = decoder(spec, params).empty_cache(BATCH, 16), []

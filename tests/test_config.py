@@ -79,6 +79,11 @@ MISTAKES = [
         {"train": {"float8": True, "compute_dtype": "float32"}},
         r"train\.float8 = true: needs activations in bfloat16, and .* is \"float32\"; set that to",
     ),
+    (
+        {"optimizer": {"matrix_learning_rate": 0.01}},
+        r'optimizer\.matrix_learning_rate = 0\.01: is of kind = "muon", and kind = "adamw"; leave it out',
+    ),
+    ({"schedule": {"decay_steps": 5}}, r'schedule\.decay_steps = 5: is of kind = "wsd", and kind = "cosine"; leave'),
     ({"train": {"remat": "some"}}, r"train\.remat = 'some': must be 'none', 'full' or 'products'"),
     (
         {"model": {"preset": "llama-tiny", "shared_experts": 2}},

@@ -19,7 +19,7 @@ from meshwright.data.prepare import prepare as prepare_corpus
 from meshwright.data.show import View, look
 from meshwright.data.store import SPLITS
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-from meshwright.engines.base import Engine, Sampling
+from meshwright.engines.base import RESTORED, Engine, Sampling
 from meshwright.errors import UserError
 from meshwright.hub.generation import ends_of, kept_generation
 from meshwright.launch.devices import idle_card, prepare_devices
@@ -234,7 +234,7 @@ class TrainedRun:
         Raises:
             UserError: the checkpoint is damaged, or holds another model.
         """
-        base = self.checkpoint.manifest.get("base", "random")
+        base = self.checkpoint.manifest.get("base", RESTORED)
         run = self.run.model_copy(update={"model": self.run.model.model_copy(update={"init": base})})
         engine = make_engine(run, run.model.spec, model=self._model, training=False)
         if damage := self.checkpoint.damage():

@@ -86,6 +86,15 @@ class OptimizerSection(Section):
     clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind != "muon" and self.matrix_learning_rate != 0.02:
+            raise ValueError(
+                f'matrix_learning_rate = {self.matrix_learning_rate:g}: is of kind = "muon", and kind = "{self.kind}"; '
+                "leave it out"
+            )
+        return self
+
 
 class ScheduleSection(Section):
     """The learning rate over time, as a share of its peak."""
@@ -98,6 +107,15 @@ class ScheduleSection(Section):
     """Steps of the final decay under `wsd`; 0: a fifth of the run."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The learning rate at the last step, as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind != "wsd" and self.decay_steps:
+            raise ValueError(
+                f'decay_steps = {self.decay_steps}: is of kind = "wsd", and kind = "{self.kind}"; leave it out, or set '
+                "it to 0"
+            )
+        return self
 
 
 class TrainSection(Section):

@@ -1,5 +1,6 @@
 """The state of the JAX engine on its way to disk."""
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -11,17 +12,20 @@ from processes import run_processes
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
+from meshwright.engines.base import RESTORED
 from meshwright.engines.jax import checkpoint
 from meshwright.engines.jax.engine import JaxEngine
+from meshwright.errors import UserError
 
 MODEL = {"preset": "llama-tiny", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "ffn_width": 64}
 
 
-def make_engine(**sections) -> JaxEngine:
+def make_engine(init: str = "random", **sections) -> JaxEngine:
     model = {**MODEL, "vocab_size": 64, "context_length": 16}
     train = {"batch_size": 8, "sequence_length": 16, "steps": 10}
     run = make_run({"data": {"train": "none"}, "model": model, "train": train, **sections})
-    return JaxEngine(run, run.model.spec)
+    spec, run = run.model.spec, run.model_copy(update={"model": run.model.model_copy(update={"init": init})})
+    return JaxEngine(run, spec)
 
 
 def train(engine: JaxEngine, steps: range) -> list[float]:
@@ -92,6 +96,49 @@ def test_room_for_a_copy_is_what_was_never_used(monkeypatch):
         Shard.device = Card(limit)
         monkeypatch.setattr(type(array), "addressable_shards", [Shard], raising=False)
         assert checkpoint.fits_twice(state, plan) is fits
+
+
+def bytes_of_arrays() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("init", ["random", RESTORED])
+def test_no_device_ever_holds_the_state_twice(tmp_path: Path, monkeypatch, init):
+    before, trained = bytes_of_arrays(), make_engine()
+    size = bytes_of_arrays() - before
+    losses = train(trained, range(3))
+    trained.save(tmp_path)()
+    del trained
+
+    def looking(*arguments):
+        there.append(bytes_of_arrays())
+        return checkpoint.restore_state(*arguments)
+
+    monkeypatch.setattr("meshwright.engines.jax.engine.restore_state", looking)
+    there, before = [], bytes_of_arrays()
+    again = make_engine(init=init)
+    made = bytes_of_arrays() - before
+    assert made >= 0.9 * size if init == "random" else made < 0.1 * size
+    again.restore(tmp_path)
+    assert there[0] - before < 0.1 * size  # while it is read
+    assert bytes_of_arrays() - before >= 0.9 * size
+    assert train(again, range(3)) != losses  # three steps further
+
+
+def test_no_room_is_no_damage(tmp_path: Path, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    engine = make_engine()
+    engine.save(tmp_path)()
+    losses = train(engine, range(2))
+    monkeypatch.setattr("meshwright.engines.jax.engine.restore_state", full)
+    with pytest.raises(UserError, match=r"isn't damaged, but finds no room .* raise mesh.fsdp = 1"):
+        engine.restore(tmp_path)
+    monkeypatch.undo()
+    engine.restore(tmp_path)
+    assert train(engine, range(2)) == losses
 
 
 def save_apart(group, folder: str) -> list[str]:

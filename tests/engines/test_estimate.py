@@ -73,6 +73,18 @@ def test_a_fused_kernel_keeps_no_weights(monkeypatch, model, sections, is_fused)
     assert on_stages == (is_fused and not spec.window)
 
 
+def test_no_kernels_are_joined_on_a_gpu(monkeypatch):
+    run = make(train={"scan_layers": True})
+    program = program_of(run)
+
+    def kernels() -> int:
+        return estimate(run, run.model.spec, program.mesh, program.state, jnp.float32).kernels
+
+    assert kernels() > 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels() == 0
+
+
 def test_flops_of_gpt2_by_hand():
     spec = preset("gpt2").model_copy(update={"vocab_size": 50257})
     norms = 2 * 2 * 768
@@ -187,7 +199,8 @@ def test_a_state_that_does_not_fit_is_refused_before_compiling(monkeypatch):
     monkeypatch.setattr(program, "compile_train_step", lambda: pytest.fail("compiled"))
     message = refused(monkeypatch, program, state // 4 + 1)
     assert message.startswith(f"mesh.fsdp = 1: parameters and optimizer state alone take {human_bytes(state)}")
-    assert f"which has {human_bytes(state // 4 + 1)}; raise it to 4 or more" in message
+    assert f"which has {human_bytes(state // 4 + 1)}; raise it to 4 or more, with as many devices" in message
+    assert "raise it to 8 or more" in refused(monkeypatch, program, state // 5)  # 5 to 7 don't divide the width
     for kind in ("parameters", "gradients", "optimizer state", "activations"):
         assert f"{kind} " in message.split("By estimate")[1]
 
@@ -197,7 +210,11 @@ def test_a_step_that_does_not_fit_is_refused_once_compiled(monkeypatch):
     needed = compiled_bytes(program.compile_train_step())
     message = refused(monkeypatch, program, needed - 1)
     assert message.startswith(f"train.micro_batch_size = 4: the compiled train step takes {human_bytes(needed)} on")
-    assert 'lower it, set train.remat = "full" (it is "none"), or raise mesh.fsdp = 1. By estimate' in message
+    assert '; lower it or set train.remat = "full" (it is "none") or raise mesh.fsdp = 1. By estimate' in message
+    smallest = program_of(make(train={"micro_batch_size": 1, "remat": "full"}))
+    assert "; raise mesh.fsdp = 1. By estimate" in refused(
+        monkeypatch, smallest, compiled_bytes(smallest.compile_train_step()) - 1
+    )
 
     def gives_up():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.")

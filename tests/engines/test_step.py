@@ -196,6 +196,26 @@ def test_schedule_free_evaluates_the_average():
     assert averaged != pytest.approx(trained, rel=1e-4)
 
 
+def test_the_average_is_made_once_for_all_batches_of_an_evaluation(tmp_path, monkeypatch):
+    run = make(optimizer={"kind": "schedule_free", "learning_rate": 0.1})
+    engine, made = JaxEngine(run, run.model.spec), []
+    average = engine._program.average
+    monkeypatch.setattr(engine._program, "average", lambda *state: made.append(1) or average(*state))
+
+    def losses() -> list[float]:
+        return [float(engine.eval_step(batch(step))[0]) for step in (8, 9)]
+
+    engine.train_step(batch(0, ragged=False))
+    first = losses()
+    engine.save(tmp_path)()
+    assert len(made) == 1
+    engine.train_step(batch(1, ragged=False))
+    assert losses() != first  # that of another step
+    assert len(made) == 2
+    engine.restore(tmp_path)
+    assert losses() == first
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

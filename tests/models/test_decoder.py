@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 
 import jax
@@ -37,7 +38,7 @@ def noisy(spec: ModelSpec, seed: int = 0) -> Decoder:
 
 # Compiled as a whole, which takes less time than each operation by itself.
 hidden = nnx.jit(Decoder.hidden, static_argnames=("dtype", "scan_layers", "remat"))
-decode = nnx.jit(Decoder.decode, static_argnames="dtype")
+decode = nnx.jit(Decoder.decode, static_argnames=("dtype", "from_start"))
 scores = nnx.jit(Decoder.__call__, static_argnames="dtype")
 
 
@@ -222,17 +223,44 @@ def test_scanned_layers_equal_unrolled_ones(family):
     assert " scan[" not in str(jax.make_jaxpr(run(False))())
 
 
+@pytest.mark.parametrize("from_start", [False, True])
 @pytest.mark.parametrize("family", SMALL)
-def test_decoding_with_a_cache_equals_the_whole_text(family):
+def test_decoding_with_a_cache_equals_the_whole_text(family, from_start):
     model, ids = noisy(small(family)), tokens(2, 12)
     cache = model.empty_cache(2, 16)
     assert cache.keys_BKSC.shape == (3, 2, model.spec.kv_heads, 16, 8)
     pieces = []
     for start, stop in [(0, 5), (5, 6), (6, 7), (7, 12)]:
         positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
-        x_BTD, cache = decode(model, ids[:, start:stop], positions, cache)
+        x_BTD, cache = decode(model, ids[:, start:stop], positions, cache, from_start=from_start and start == 0)
         pieces.append(model.logits(x_BTD))
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), scores(model, ids), rtol=1e-4, atol=1e-4)
+
+
+LATENT = preset("deepseek-tiny").model_copy(update={"vocab_size": VOCAB})
+
+
+@pytest.mark.parametrize("spec", [small("llama"), small("windowed"), LATENT], ids=["llama", "windowed", "latent"])
+def test_a_text_from_its_start_has_no_scores_of_the_rest_of_the_cache(spec):
+    model = Decoder(spec, rngs=nnx.Rngs(0))
+    ids, cache = tokens(2, 12), model.empty_cache(2, 29)
+    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
+
+    def shapes(from_start: bool) -> set[str]:
+        traced = jax.make_jaxpr(lambda: model.decode(ids, positions, cache, from_start=from_start)[0])()
+        return set(re.findall(r"f32\[[0-9,]*,12,29\]", str(traced)))
+
+    assert shapes(False)
+    assert not shapes(True)
+
+
+def test_scores_of_16_bit_activations_are_not_rounded():
+    model = noisy(small("gpt2"))
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 3, model.spec.width), jnp.bfloat16)
+    exact = np.float64(x_BTD) @ np.float64(model.head_weights()[0].astype(jnp.bfloat16))
+    found = np.float64(model.logits(x_BTD))
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.float64(jnp.bfloat16(exact)) - exact).max() > 1e-3
 
 
 def test_rotary_scores_depend_on_distance_alone():

@@ -53,7 +53,7 @@ def places(batch: int, time: int, start: int = 0) -> Places:
 
 
 # Compiled as a whole: one small program for each operation takes longer.
-decode = nnx.jit(Decoder.decode, static_argnames="dtype")
+decode = nnx.jit(Decoder.decode, static_argnames=("dtype", "from_start"))
 
 
 @partial(nnx.jit, static_argnames="dtype")
@@ -153,13 +153,14 @@ def test_shapes_axes_and_initial_size_of_the_parameters():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("from_start", [False, True])
 @pytest.mark.parametrize("borders", [[0, 5, 6, 7, 12], list(range(13))], ids=["in chunks", "token by token"])
-def test_decoding_with_a_cache_equals_the_whole_text(variant, borders):
+def test_decoding_with_a_cache_equals_the_whole_text(variant, borders, from_start):
     model, ids = decoder(**VARIANTS[variant]), tokens()
     cache, pieces = model.empty_cache(2, 16), []
     for start, stop in pairwise(borders):
         positions_BT = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
-        x_BTD, cache = decode(model, ids[:, start:stop], positions_BT, cache)
+        x_BTD, cache = decode(model, ids[:, start:stop], positions_BT, cache, from_start=from_start and start == 0)
         pieces.append(model.logits(x_BTD))
     expected = logits(model, ids)
     assert np.abs(expected).max() > 1

@@ -245,6 +245,8 @@ class Attention(nnx.Module):
         places: Places,
         dropout_keys_B: jax.Array | None = None,
         cache: LayerCache | None = None,
+        *,
+        from_start: bool = False,
     ) -> tuple[jax.Array, Any]:
         """Attend to this text, or to the cache with this text written into it.
 
@@ -253,6 +255,7 @@ class Attention(nnx.Module):
             places: where its columns stand.
             dropout_keys_B: a random key for each example of this layer; None: no dropout.
             cache: keys and values of earlier positions.
+            from_start: whether the columns are a text from its start, in order: none sees more of a cache than these.
 
         Returns:
             The output, `[B, T, D]`, and the new cache.
@@ -260,20 +263,24 @@ class Attention(nnx.Module):
         q_BTHC, k_BTKC, v_BTKC = self._project(x_BTD)
         if places.rotary is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, places.rotary), rotate(k_BTKC, places.rotary)
-        if cache is None:
-            y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
-        else:
+        if cache is not None:
             cache = LayerCache(
                 write_heads(cache.keys_BKSC, k_BTKC, places.positions_BT),
                 write_heads(cache.values_BKSC, v_BTKC, places.positions_BT),
             )
-            distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BKSC.shape[2])
-            seen_BTS = distance_BTS >= 0
-            if places.window is not None:
-                seen_BTS = seen_BTS & (distance_BTS < places.window)
-            k_BSKC, v_BSKC = (part_BKSC.swapaxes(1, 2) for part_BKSC in cache)
-            y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, seen_BTS, scoring=self.scoring)
+        if cache is None or from_start:
+            y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
+        else:
+            y_BTHC = self._attend_to_cache(q_BTHC, cache, places)
         return self.out(y_BTHC.reshape(*x_BTD.shape[:2], -1)), cache
+
+    def _attend_to_cache(self, q_BTHC: jax.Array, cache: LayerCache, places: Places) -> jax.Array:
+        distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BKSC.shape[2])
+        seen_BTS = distance_BTS >= 0
+        if places.window is not None:
+            seen_BTS = seen_BTS & (distance_BTS < places.window)
+        k_BSKC, v_BSKC = (part_BKSC.swapaxes(1, 2) for part_BKSC in cache)
+        return attend(q_BTHC, k_BSKC, v_BSKC, seen_BTS, scoring=self.scoring)
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, of which the former two are normed where the spec asks for it."""

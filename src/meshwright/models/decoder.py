@@ -64,7 +64,13 @@ class Block(nnx.Module):
         self.spec = spec
 
     def __call__(
-        self, x_BTD: jax.Array, places: Places, dropout_keys_B: jax.Array | None = None, cache: Any = None
+        self,
+        x_BTD: jax.Array,
+        places: Places,
+        dropout_keys_B: jax.Array | None = None,
+        cache: Any = None,
+        *,
+        from_start: bool = False,
     ) -> tuple[jax.Array, Any, Routing | None]:
         """Arguments as in `Attention`.
 
@@ -75,7 +81,7 @@ class Block(nnx.Module):
         before = placement in ("pre", "both")
         y_BTD, x_BTD = self.attention_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
         generates = cache is not None
-        y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
+        y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache, from_start=from_start)
         if placement in ("both", "after"):
             y_BTD = (self.attention_out_norm if before else self.attention_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
@@ -258,10 +264,10 @@ class Decoder(nnx.Module):
         return self.head.kernel[...], None if self.head.bias is None else self.head.bias[...]
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Scores of the next token, `[B, T, V]`, of the type of `x_BTD`."""
+        """Scores of the next token, `[B, T, V]` float32: rounded to 16 bits, the likeliest ones are often equal."""
         kernel_DV, bias_V = self.head_weights()
-        scores_BTV = x_BTD @ kernel_DV.astype(x_BTD.dtype)
-        scores_BTV = scores_BTV if bias_V is None else scores_BTV + bias_V.astype(x_BTD.dtype)
+        scores_BTV = jnp.matmul(x_BTD, kernel_DV.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+        scores_BTV = scores_BTV if bias_V is None else scores_BTV + bias_V
         scores_BTV = scores_BTV[..., : self.spec.vocab_size]  # a layout may have padded the vocabulary
         return capped(scores_BTV, self.spec.final_softcap)[0]
 
@@ -275,7 +281,13 @@ class Decoder(nnx.Module):
         return jax.tree.map(lambda leaf: jnp.zeros((self.spec.layers, *leaf.shape), leaf.dtype), one)
 
     def decode(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any, *, dtype: jnp.dtype = jnp.float32
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: Any,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        from_start: bool = False,
     ) -> tuple[jax.Array, Any]:
         """The same as `hidden`, given the cache of what came before.
 
@@ -283,24 +295,27 @@ class Decoder(nnx.Module):
             tokens_BT: the next tokens of each row.
             positions_BT: where they stand, counted from 0; rows may differ.
             cache: from `empty_cache` or an earlier call.
+            from_start: whether they are the first ones, in order: then they are attended to as in training, which may
+                be by a kernel that never writes out their scores.
 
         Returns:
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
         places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
         x_BTD, layers = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype), []
-        for blocks, of_layers in self._stacks((self._windows_L(), cache)):
+        for blocks, of_layers in self._stacks(cache):
             graph, stacked = nnx.split(blocks)
-            for params, (window, layer_cache) in unstack((stacked, of_layers)):
-                block = nnx.merge(graph, layout().gather(params, x_BTD.dtype))
-                of_layer = places if window is None else places.of_layer(window, reached=True)
+            for params, layer_cache in unstack((stacked, of_layers)):
+                block, of_layer = nnx.merge(graph, layout().gather(params, x_BTD.dtype)), places
+                if self.spec.window:
+                    of_layer = places.of_layer(self.spec.layer_windows[len(layers)], reached=True)
                 layers.append(one_token.Layer(block, of_layer, layer_cache))
         if one_token.applies(layers, x_BTD):
             x_BTD, caches = one_token.through(layers, x_BTD)
         else:
             caches = []
             for block, of_layer, layer_cache in layers:
-                x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache)
+                x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache, from_start=from_start)
                 caches.append(layer_cache)
         return self.finish(x_BTD), jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 

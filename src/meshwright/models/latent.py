@@ -71,6 +71,8 @@ class LatentAttention(nnx.Module):
         places: Places,
         dropout_keys_B: jax.Array | None = None,
         cache: LatentCache | None = None,
+        *,
+        from_start: bool = False,
     ) -> tuple[jax.Array, LatentCache | None]:
         """Attend to this text, or to the cache with this text written into it.
 
@@ -79,19 +81,21 @@ class LatentAttention(nnx.Module):
             places: where its columns stand; with the angles of the rotated part.
             dropout_keys_B: a random key for each example of this layer; None: no dropout.
             cache: what is kept of earlier positions.
+            from_start: whether the columns are a text from its start, in order: none sees more of a cache than these.
 
         Returns:
             The output, `[B, T, D]`, and the new cache.
         """
         q_BTHK, latents_BTZ, rotated_BTR = self._project(x_BTD, places)
-        if cache is None:
-            k_BTHK, v_BTHE = self._keys_and_values(latents_BTZ, rotated_BTR)
-            y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B, self._scoring)
-        else:
+        if cache is not None:
             cache = LatentCache(
                 write(cache.latents_BSZ, latents_BTZ, places.positions_BT),
                 write(cache.rotated_BSR, rotated_BTR, places.positions_BT),
             )
+        if cache is None or from_start:
+            k_BTHK, v_BTHE = self._keys_and_values(latents_BTZ, rotated_BTR)
+            y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B, self._scoring)
+        else:
             y_BTHE = self._attend_to_latents(q_BTHK, cache, places.positions_BT)
         return self.out(y_BTHE.reshape(*x_BTD.shape[:2], -1)), cache
 

@@ -63,11 +63,19 @@ class Linear(nnx.Module):
         return self.kernel[...] if self.lora is None else self.kernel[...] + self.lora.kernel()
 
 
+def joins_linears() -> bool:
+    """Whether several linear maps of one input are best made one, on a device like those here.
+
+    On a GPU, taking the result apart costs more than the wider product saves.
+    """
+    return jax.default_backend() != "gpu"
+
+
 def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """Several linear maps of one input as a single, wider matrix product, where this pays.
 
-    The layout may say that it doesn't. On a GPU, taking the result apart costs more than the wider product saves. In
-    float8 maps would share scales in the backward pass, and what they get would depend on the layout.
+    The layout may say that it doesn't. In float8 maps would share scales in the backward pass, and what they get would
+    depend on the layout.
 
     Arguments:
         x: `[..., fan_in]`.
@@ -76,7 +84,7 @@ def fused_linear(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     Returns:
         For each map its output, `[..., fan_out]`.
     """
-    apart = not layout().fuse_linear or float8.in_use() or jax.default_backend() == "gpu"
+    apart = not layout().fuse_linear or float8.in_use() or not joins_linears()
     if apart and len(linears) > 1:
         return [fused_linear(x, linear)[0] for linear in linears]
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)

@@ -237,7 +237,7 @@ def _prefill(program: Program) -> Callable[..., tuple[jax.Array, Rows]]:
             model = prepared_model(program, prepared)
             positions_BP = jnp.broadcast_to(jnp.arange(tokens_BP.shape[1]), tokens_BP.shape)
             cache = model.empty_cache(len(tokens_BP), length, program.dtype)
-            x_BPD, cache = model.decode(tokens_BP, positions_BP, cache, dtype=program.dtype)
+            x_BPD, cache = model.decode(tokens_BP, positions_BP, cache, dtype=program.dtype, from_start=True)
             x_B1D = jnp.take_along_axis(x_BPD, lengths_B[:, None, None] - 1, axis=1)
             token_B = _choose(model, x_B1D, lengths_B - 1, sampling, way)
             return token_B[None], Rows(token_B, ended_B | (token_B == stop), unstack(cache))

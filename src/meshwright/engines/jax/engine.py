@@ -21,7 +21,7 @@ from meshwright.engines.jax.memory_check import fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.engines.jax.start import start_state
 from meshwright.engines.jax.state import ModelMaker
-from meshwright.engines.jax.step import Metric, Params, uses_float8
+from meshwright.engines.jax.step import Metric, Params, TrainState, uses_float8
 from meshwright.engines.jax.trained import Merged
 from meshwright.engines.peaks import peak_flops
 from meshwright.errors import UserError
@@ -80,8 +80,8 @@ class JaxEngine:
             "optimizer.kind": run.optimizer.kind if optimizer is None else "own",
         }
         self._train_step = fitting_train_step(program, training=training)
-        from_init = run.model.init not in ("random", RESTORED) and (training or run.lora.rank > 0)
-        self._state = start_state(program) if from_init else program.make_state()
+        self._state = _first_state(program, training=training)
+        self._average: Params | None = None
         if run.lora.rank:
             two = np.asarray(program.base_fingerprint(self._state.params))
             self.identity["lora (fingerprint of the base)"] = "".join(f"{number:08x}" for number in two)
@@ -90,7 +90,7 @@ class JaxEngine:
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
-        mesh = self._program.mesh
+        mesh, self._average = self._program.mesh, None
         self._state, values = self._train_step(self._state, mesh.place(batch), mesh.to_agree_on(stop))
         return values
 
@@ -116,7 +116,19 @@ class JaxEngine:
 
     def restore(self, folder: Path) -> None:
         """See `Engine.restore`."""
-        self._state = restore_state(folder, self._state, self._program.state)
+        plan = self._program.state
+        like = plan.abstract()
+        kept = plan.trained.put(plan.trained.of(like.params), self._state.params)
+        self._state, self._average = like._replace(params=kept), None  # a device may have no room for the state twice
+        try:
+            self._state = restore_state(folder, self._state, plan)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"{folder}: isn't damaged, but finds no room in the memory of the devices; see what else runs on them, "
+                f"use devices with more, or raise mesh.fsdp = {self._program.mesh.sizes['fsdp']}"
+            ) from error
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
@@ -146,9 +158,21 @@ class JaxEngine:
 
     def _evaluation_params(self) -> Params:
         state, trained = self._state, self._program.state.trained
-        if isinstance(state.optimizer, optax.contrib.ScheduleFreeState):
-            return trained.put(self._program.average(state.optimizer, trained.of(state.params)), state.params)
-        return state.params
+        if not isinstance(state.optimizer, optax.contrib.ScheduleFreeState):
+            return state.params
+        if self._average is None:
+            average = self._program.average(state.optimizer, trained.of(state.params))
+            self._average = trained.put(average, state.params)
+        return self._average
+
+
+def _first_state(program: Program, *, training: bool) -> TrainState:
+    run = program.run
+    if run.model.init == RESTORED:
+        return program.state.abstract()  # a checkpoint holds all
+    if run.model.init != "random" and (training or run.lora.rank):
+        return start_state(program)
+    return program.make_state()
 
 
 def _token_seconds(program: Program) -> float | None:

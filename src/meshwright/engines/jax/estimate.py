@@ -27,6 +27,7 @@ from meshwright.engines.jax.step import loss_chunk, scans_layers
 from meshwright.models import flash
 from meshwright.models.decoder import active_parameter_count
 from meshwright.models.gradients import Scoring
+from meshwright.models.layers import joins_linears
 from meshwright.models.moe import expert_room
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacks import STACKS, layer_specs
@@ -365,13 +366,15 @@ def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, sha
 
     Along `fsdp` each layer is gathered, and kept for the backward pass unless remat has it gathered again; the tables
     and the head are gathered for the whole step. Elsewhere, where a layer isn't cut along `tensor`, kernels with one
-    input are joined, but not in float8; XLA joins them again for the backward pass where layers are unrolled.
+    input are joined, but not in float8 or on GPUs; XLA joins them again for the backward pass where layers are
+    unrolled.
     """
     all_kept = run.train.remat == "none"
     if all(run_mesh.sizes[axis] == 1 for axis in GATHERED):
         joined_L = [_joined(one) for one in layer_specs(spec)[: _layers_at_a_time(spec, run_mesh)]]
         kept = (sum if all_kept and run.train.scan_layers else max)(joined_L)
-        return _FLOAT32 * (kept if share.tensor == 1 and not run.train.float8 else 0)
+        are_joined = share.tensor == 1 and not run.train.float8 and joins_linears()
+        return _FLOAT32 * (kept if are_joined else 0)
     gathered = {**run_mesh.sizes, **dict.fromkeys(GATHERED, 1)}
     specs = specs_of(state.axes, gathered, spec)
     size = {

@@ -9,6 +9,7 @@ import jax
 
 from meshwright.engines.jax.estimate import Estimate, estimate, human_bytes
 from meshwright.engines.jax.program import Program
+from meshwright.engines.jax.rules import ACTIVATIONS
 from meshwright.errors import UserError
 
 
@@ -86,20 +87,26 @@ def check_state(program: Program, memory: int) -> None:
     needed = _estimate(program)
     if needed.state <= memory:
         return
-    fsdp = program.mesh.sizes["fsdp"]
+    fsdp, width = program.mesh.sizes["fsdp"], program.spec.width
+    least = math.ceil(fsdp * needed.state / memory)
+    fits = next((size for size in range(least, width + 1) if width % size == 0), least)
     raise UserError(
         f"mesh.fsdp = {fsdp}: parameters and optimizer state alone take {human_bytes(needed.state)} on each device, "
-        f"which has {human_bytes(memory)}; raise it to {math.ceil(fsdp * needed.state / memory)} or more, or make the "
-        f"model smaller. By estimate, training takes {_by_kind(needed)}"
+        f"which has {human_bytes(memory)}; raise it to {fits} or more, with as many devices, or make the model "
+        f"smaller. By estimate, training takes {_by_kind(needed)}"
     )
 
 
 def _too_large(program: Program, needed: str, memory: int) -> UserError:
-    run = program.run
-    remat = "" if run.train.remat == "full" else f', set train.remat = "full" (it is "{run.train.remat}")'
+    run, sizes = program.run, program.mesh.sizes
+    advice = [f"raise mesh.fsdp = {sizes['fsdp']}"]
+    if run.train.remat != "full":
+        advice.insert(0, f'set train.remat = "full" (it is "{run.train.remat}")')
+    if run.micro_batch_size > math.prod(sizes[axis] for axis in ACTIVATIONS["batch"]):
+        advice.insert(0, "lower it")
     return UserError(
         f"train.micro_batch_size = {run.micro_batch_size}: the compiled train step takes {needed} on each device, "
-        f"which has {human_bytes(memory)}; lower it{remat}, or raise mesh.fsdp = {program.mesh.sizes['fsdp']}. "
+        f"which has {human_bytes(memory)}; {' or '.join(advice)}. "
         f"By estimate, training takes {_by_kind(_estimate(program))}"
     )
 

@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-import jax
 import optax
-from jax.sharding import SingleDeviceSharding
 
 from meshwright.engines.jax.checkpoint import restore_state
 from meshwright.engines.jax.hf import read_params
@@ -45,11 +43,7 @@ def _saved_params(folder: Path, program: Program) -> Params:
     averaging = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"kind": "schedule_free"})})
     optimizer = make_optimizer(averaging) if averages else optax.identity()  # what it leaves out isn't read
     plan = plan_state(program.model, program.spec, run, program.mesh, optimizer)
-    shardings = plan.shardings or jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), plan.shapes)
-    like = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plan.shapes, shardings
-    )
-    state = restore_state(folder, like, plan)
+    state = restore_state(folder, plan.abstract(), plan)
     if not averages:
         return state.params
     average = program.compiled(evaluation_params, out_shardings=plan.shardings and plan.shardings.params)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from meshwright.config import Run
 from meshwright.engines.jax.mesh import RunMesh
@@ -46,6 +46,16 @@ class StatePlan:
     """How many."""
     order_L: np.ndarray | None
     """Which layer lies at each place of the stacked blocks; None: in order."""
+
+    def abstract(self) -> TrainState:
+        """The state as arrays without numbers, which know where they would lie."""
+        alone = SingleDeviceSharding(jax.devices()[0])
+        shardings = self.shardings or jax.tree.map(lambda _: alone, self.shapes)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.shapes,
+            shardings,
+        )
 
     def in_order(self, params: Params) -> Params:
         """Parameters with the layers in order."""
