@@ -302,7 +302,8 @@ class Decoder(nnx.Module):
             `[B, T, D]`, and the cache with these tokens written at their positions.
         """
         places = self._places(positions_BT, jnp.arange(tokens_BT.shape[1]))
-        x_BTD, layers = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype), []
+        x_BTD = self._placed(self.embedded(tokens_BT, dtype), positions_BT, dtype)
+        layers: list[one_token.Layer] = []
         for blocks, of_layers in self._stacks(cache):
             graph, stacked = nnx.split(blocks)
             for params, layer_cache in unstack((stacked, of_layers)):
