@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import meshwright as mw
+from meshwright.engines.base import Sampling
 from meshwright.engines.torch.engine import TorchEngine
 from meshwright.engines.torch.mesh import check_mesh, mesh_sizes
 from meshwright.engines.torch.optimizer import make_schedule
@@ -58,20 +59,63 @@ def test_what_is_not_there_is_named(sections, said):
     assert "\n" not in str(raised.value)
 
 
-def test_a_step_without_room_is_told_with_what_to_do(monkeypatch):
+def no_room(*_, **__):
     import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (
+            "step",
+            "train.micro_batch_size = 4: a step of .* 16 tokens finds no room on the card; lower it, set train.rem",
+        ),
+        (
+            "evaluate",
+            "train.micro_batch_size = 4: an evaluation of .* 16 tokens finds no room on the card; lower it, or",
+        ),
+        ("generate", "max_tokens = 9: so many after each of 2 prompts at once finds no room on the card; lower it, or"),
+    ],
+)
+def test_what_finds_no_room_is_told_with_what_to_do(monkeypatch, part, said):
+    from meshwright.engines.torch import engine as module
 
     run = make_run(train={"batch_size": 8, "micro_batch_size": 4, "sequence_length": 16})
     engine = TorchEngine(run, run.model.spec)
+    if part == "step":
+        monkeypatch.setattr(engine, "_step", no_room)
+    else:
+        monkeypatch.setattr(module, part, no_room)
+    calls = {
+        "step": lambda: engine.train_step(None),
+        "evaluate": lambda: engine.eval_step(None),
+        "generate": lambda: list(engine.generate([[1], [2]], 9, 0, Sampling())),
+    }
+    with pytest.raises(UserError, match=said):
+        calls[part]()
 
-    def step(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_step", step)
-    with pytest.raises(
-        UserError, match=r"train.micro_batch_size = 4: .* 16 tokens finds no room on the card; lower it"
-    ):
-        engine.train_step(None)
+@pytest.mark.parametrize(
+    ("part", "lora", "training", "said"),
+    [
+        ("Placed", {}, True, r"mesh.fsdp = 1: .* finds no room on the card; raise it, or train adapters by \[lora\]"),
+        ("start", {}, True, "mesh.fsdp = 1: .* finds no room"),
+        ("SeparateOptimizer", {}, True, "mesh.fsdp = 1: .* finds no room"),
+        ("Placed", {"rank": 2}, True, "mesh.fsdp = 1: .* finds no room on the card; raise it, or set lora.quantize ="),
+        ("Placed", {"rank": 2, "quantize": "nf4"}, True, "model: .* 4 bits finds no room on the card; choose a small"),
+        ("Placed", {}, False, "model: .* finds no room on the card; take a larger card, or the CPU by CUDA_VISIBLE"),
+    ],
+)
+def test_a_model_that_finds_no_room_is_told_with_what_to_do(monkeypatch, part, lora, training, said):
+    from meshwright.engines.torch import engine as module
+
+    run = make_run()
+    run = run.model_copy(update={"lora": run.lora.model_copy(update=lora)})
+    monkeypatch.setattr(module, part, no_room)
+    with pytest.raises(UserError, match=said):
+        TorchEngine(run, run.model.spec, training=training)
 
 
 def test_parts_from_python_are_for_jax(tmp_path):
