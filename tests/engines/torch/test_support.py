@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 import meshwright as mw
 from meshwright.engines.base import Sampling
 from meshwright.engines.torch.engine import TorchEngine
-from meshwright.engines.torch.mesh import check_mesh, mesh_sizes
+from meshwright.engines.torch.mesh import check_mesh, make_torch_mesh, mesh_sizes
 from meshwright.engines.torch.optimizer import make_schedule
 from meshwright.errors import UserError
 
@@ -156,6 +156,23 @@ def test_sizes_make_up_the_processes():
         mesh_sizes(make_run(mesh={"data": 3}), 4)
     with pytest.raises(UserError, match=r"mesh.data = -1: what is left of 4 processes after tensor 3 = 3 isn't whole"):
         mesh_sizes(make_run(mesh={"tensor": 3}), 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({}, 2),
+        ({"mesh": {"data": 2, "fsdp": 2}}, 8),
+        ({"mesh": {"data": 2, "tensor": 2}}, 4),
+        ({"launch": {"kind": "processes", "workers": 4}, "mesh": {"tensor": 2}}, 4),
+        ({"launch": {"kind": "processes", "workers": 4}, "mesh": {"data": 1, "fsdp": 2, "tensor": -1}}, 4),
+        ({"mesh": {"data": 3}}, 2),  # it doesn't divide
+    ],
+)
+def test_one_process_takes_no_more_rows_at_once_than_each_of_several_did(sections, parts):
+    run = make_run(train={"batch_size": 16, "micro_batch_size": 8}, **sections)
+    mesh = make_torch_mesh(run, run.model.spec, training=False)
+    assert (mesh.accumulate, mesh.rows(16).tolist()) == (parts, [*range(16)])
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])

@@ -203,11 +203,9 @@ def _kept(run: Run, mesh: TorchMesh, *, training: bool) -> tuple[str, str]:
     if not training:
         return "model: the whole of it", 'take a larger card, or the CPU by CUDA_VISIBLE_DEVICES=""'
     what = f"mesh.fsdp = {mesh.sizes['fsdp']}: a process's share of the model and of what training keeps beside it"
-    less = 'lora.quantize = "nf4"'
-    return (
-        what,
-        f"raise it, or set {less}" if run.lora.rank else f"raise it, or train adapters by [lora], also with {less}",
-    )
+    if run.lora.rank:
+        return what, 'raise it, or set lora.quantize = "nf4"'
+    return what, 'raise it, or train adapters by [lora], also with lora.quantize = "nf4"'
 
 
 def _idle(placed: Placed, spec: ModelSpec) -> int:
