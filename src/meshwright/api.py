@@ -20,6 +20,7 @@ from meshwright.data.show import View, look
 from meshwright.data.store import SPLITS
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import Engine, Sampling
+from meshwright.engines.torch.support import check_supported
 from meshwright.errors import UserError
 from meshwright.hub.generation import ends_of, kept_generation
 from meshwright.launch.devices import idle_card, prepare_devices
@@ -115,6 +116,8 @@ def train(
         UserError: something in the run file, the data or the run directory must be mended first, or the loss stopped
             being finite.
     """
+    if run.engine == "torch":  # it says so itself, but when the data is prepared
+        check_supported(run, run.model.spec, model, optimizer, metrics)
     if run.launch.kind == "ray":
         if source is not None:
             raise UserError('launch.kind = "ray": reads what data.train names; leave out `source`, or prepare it first')

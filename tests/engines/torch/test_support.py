@@ -12,6 +12,7 @@ from meshwright.engines.torch.engine import TorchEngine
 from meshwright.engines.torch.mesh import check_mesh, make_torch_mesh, mesh_sizes
 from meshwright.engines.torch.optimizer import make_schedule
 from meshwright.errors import UserError
+from meshwright.launch.group import ALONE
 
 LLAMA = {"preset": "llama-tiny", "vocab_size": 97}
 
@@ -57,6 +58,24 @@ def test_what_is_not_there_is_named(sections, said):
     with pytest.raises(UserError, match=said) as raised:
         TorchEngine(run, run.model.spec)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("local", ALONE), ("processes", type(ALONE)()), ("ray", ALONE)])
+def test_it_is_said_before_anything_is_read_or_started(monkeypatch, kind, group):
+    from meshwright import api
+
+    def too_late(*_, **__):
+        raise AssertionError("something was read or started")
+
+    for name in ("_train_on_ray", "make_engine"):
+        monkeypatch.setattr(api, name, too_late)
+    monkeypatch.setattr(api.trainer, "prepare_once", too_late)
+    launch = {"kind": kind} if kind == "local" else {"kind": kind, "workers": 2}
+    run = make_run(optimizer={"kind": "muon"}, launch=launch)
+    with pytest.raises(UserError, match=r"optimizer.kind = 'muon': the PyTorch engine has adamw and lion"):
+        mw.train(run, group=group)
+    with pytest.raises(UserError, match="metrics: is for the JAX engine"):
+        mw.train(make_run(launch=launch), group=group, metrics={"anything": 1})
 
 
 def no_room(*_, **__):
