@@ -25,6 +25,7 @@ from meshwright.errors import UserError
 from meshwright.hub.generation import ends_of, kept_generation
 from meshwright.launch.devices import idle_card, prepare_devices
 from meshwright.launch.group import ALONE, Group
+from meshwright.launch.joining import not_installed
 from meshwright.models.spec import ModelSpec
 from meshwright.resuming import data_identity, run_identity
 from meshwright.rundir import RunDirectory
@@ -394,7 +395,5 @@ def _make_torch_engine(run: Run, spec: ModelSpec, **more: Any) -> Engine:
     try:
         from meshwright.engines.torch.engine import TorchEngine
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"engine = \"torch\": needs {error.name}, which isn't installed; pip install 'meshwright[torch]'"
-        ) from None
+        raise not_installed(error) from None
     return TorchEngine(run, spec, **more)
