@@ -20,10 +20,12 @@ from meshwright.data.show import View, look
 from meshwright.data.store import SPLITS
 from meshwright.data.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from meshwright.engines.base import RESTORED, Engine, Sampling
+from meshwright.engines.torch.support import check_supported
 from meshwright.errors import UserError
 from meshwright.hub.generation import ends_of, kept_generation
 from meshwright.launch.devices import idle_card, prepare_devices
 from meshwright.launch.group import ALONE, Group
+from meshwright.launch.joining import not_installed
 from meshwright.models.spec import ModelSpec
 from meshwright.resuming import data_identity, run_identity
 from meshwright.rundir import RunDirectory
@@ -115,6 +117,8 @@ def train(
         UserError: something in the run file, the data or the run directory must be mended first, or the loss stopped
             being finite.
     """
+    if run.engine == "torch":  # it says so itself, but when the data is prepared
+        check_supported(run, run.model.spec, model, optimizer, metrics)
     if run.launch.kind == "ray":
         if source is not None:
             raise UserError('launch.kind = "ray": reads what data.train names; leave out `source`, or prepare it first')
@@ -391,7 +395,5 @@ def _make_torch_engine(run: Run, spec: ModelSpec, **more: Any) -> Engine:
     try:
         from meshwright.engines.torch.engine import TorchEngine
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"engine = \"torch\": needs {error.name}, which isn't installed; pip install 'meshwright[torch]'"
-        ) from None
+        raise not_installed(error) from None
     return TorchEngine(run, spec, **more)

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from families import theirs
 from glass import write_glass
 from helpers import meshwright, write_run
+from processes import run_processes
 from runs import still_run
+from torch_jobs import Layout, make_engine, make_run
 
 import meshwright as mw
 from meshwright.data.examples import Batch
@@ -132,3 +134,29 @@ def test_two_processes_train_the_same_adapters_of_the_same_base(folder, trained)
     from meshwright.engines.torch.fingerprint import base_fingerprint
 
     assert base_fingerprint(engine._placed) != fingerprints[0]
+
+
+DEEPSEEK = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+DEEPSEEK |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16}
+DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "max_position_embeddings": 64}
+DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1}
+DEEPSEEK |= {"n_group": 1, "topk_group": 1}
+
+
+def fingerprint(_group, checkpoint: str, mesh: dict[str, int]) -> str:
+    untrained = {"balance_loss": 0.0, "router_z_loss": 0.0}
+    run = make_run(checkpoint, Layout(mesh), model=untrained, lora=LORA)
+    return make_engine(run).identity["lora (fingerprint of the base)"]
+
+
+def test_what_is_in_each_process_whole_is_one_part_of_the_base(tmp_path):
+    import torch
+
+    model = theirs("deepseek_v3", **DEEPSEEK)
+    found = []
+    for bias in (0.1, 0.2):  # a buffer, which FSDP2 doesn't share out
+        model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(bias * torch.arange(8))
+        model.save_pretrained(tmp_path)
+        found.append(fingerprint(None, str(tmp_path), {}))
+    assert found[0] != found[1]
+    assert run_processes(fingerprint, arguments=(str(tmp_path), {"fsdp": 2}), engine="torch") == [found[1]] * 2

@@ -14,7 +14,9 @@ import torch
 from families import theirs
 from torch_jobs import FAMILIES, MORE, Layout, batch, make_engine, make_run, train
 
+from meshwright.engines.torch import plan
 from meshwright.engines.torch.attention import attention
+from meshwright.engines.torch.build import skeleton
 from meshwright.engines.torch.loss import cross_entropy_sum
 from meshwright.engines.torch.plan import own
 
@@ -49,6 +51,21 @@ def test_routers_are_heard_once_where_experts_are_computed_again(tmp_path):
     np.testing.assert_array_equal(*found)
     spec = make_run(tmp_path, Layout({}, 2)).model.spec
     assert spec.experts and spec.balance_loss > 0
+
+
+def test_a_buffer_of_two_modules_stays_one(checkpoint, monkeypatch):
+    numbers = torch.arange(7.0)
+
+    def sharing(spec):
+        model = skeleton(spec)
+        for layer in model.model.layers:
+            layer.register_buffer("scale", numbers, persistent=False)
+        return model
+
+    monkeypatch.setattr(plan, "skeleton", sharing)
+    first, second = make_engine(make_run(checkpoint, Layout({})))._placed.module.model.model.layers
+    assert first.scale is second.scale
+    assert torch.equal(first.scale, torch.arange(7.0))
 
 
 def test_a_gradient_is_scaled_exactly_in_bfloat16():

@@ -7,10 +7,12 @@ import pytest
 pytest.importorskip("transformers")
 
 import meshwright as mw
+from meshwright.engines.base import Sampling
 from meshwright.engines.torch.engine import TorchEngine
-from meshwright.engines.torch.mesh import check_mesh, mesh_sizes
+from meshwright.engines.torch.mesh import check_mesh, make_torch_mesh, mesh_sizes
 from meshwright.engines.torch.optimizer import make_schedule
 from meshwright.errors import UserError
+from meshwright.launch.group import ALONE
 
 LLAMA = {"preset": "llama-tiny", "vocab_size": 97}
 
@@ -58,20 +60,81 @@ def test_what_is_not_there_is_named(sections, said):
     assert "\n" not in str(raised.value)
 
 
-def test_a_step_without_room_is_told_with_what_to_do(monkeypatch):
+@pytest.mark.parametrize(("kind", "group"), [("local", ALONE), ("processes", type(ALONE)()), ("ray", ALONE)])
+def test_it_is_said_before_anything_is_read_or_started(monkeypatch, kind, group):
+    from meshwright import api
+
+    def too_late(*_, **__):
+        raise AssertionError("something was read or started")
+
+    for name in ("_train_on_ray", "make_engine"):
+        monkeypatch.setattr(api, name, too_late)
+    monkeypatch.setattr(api.trainer, "prepare_once", too_late)
+    launch = {"kind": kind} if kind == "local" else {"kind": kind, "workers": 2}
+    run = make_run(optimizer={"kind": "muon"}, launch=launch)
+    with pytest.raises(UserError, match=r"optimizer.kind = 'muon': the PyTorch engine has adamw and lion"):
+        mw.train(run, group=group)
+    with pytest.raises(UserError, match="metrics: is for the JAX engine"):
+        mw.train(make_run(launch=launch), group=group, metrics={"anything": 1})
+
+
+def no_room(*_, **__):
     import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (
+            "step",
+            "train.micro_batch_size = 4: a step of .* 16 tokens finds no room on the card; lower it, set train.rem",
+        ),
+        (
+            "evaluate",
+            "train.micro_batch_size = 4: an evaluation of .* 16 tokens finds no room on the card; lower it, or",
+        ),
+        ("generate", "max_tokens = 9: so many after each of 2 prompts at once finds no room on the card; lower it, or"),
+    ],
+)
+def test_what_finds_no_room_is_told_with_what_to_do(monkeypatch, part, said):
+    from meshwright.engines.torch import engine as module
 
     run = make_run(train={"batch_size": 8, "micro_batch_size": 4, "sequence_length": 16})
     engine = TorchEngine(run, run.model.spec)
+    if part == "step":
+        monkeypatch.setattr(engine, "_step", no_room)
+    else:
+        monkeypatch.setattr(module, part, no_room)
+    calls = {
+        "step": lambda: engine.train_step(None),
+        "evaluate": lambda: engine.eval_step(None),
+        "generate": lambda: list(engine.generate([[1], [2]], 9, 0, Sampling())),
+    }
+    with pytest.raises(UserError, match=said):
+        calls[part]()
 
-    def step(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_step", step)
-    with pytest.raises(
-        UserError, match=r"train.micro_batch_size = 4: .* 16 tokens finds no room on the card; lower it"
-    ):
-        engine.train_step(None)
+@pytest.mark.parametrize(
+    ("part", "lora", "training", "said"),
+    [
+        ("Placed", {}, True, r"mesh.fsdp = 1: .* finds no room on the card; raise it, or train adapters by \[lora\]"),
+        ("start", {}, True, "mesh.fsdp = 1: .* finds no room"),
+        ("SeparateOptimizer", {}, True, "mesh.fsdp = 1: .* finds no room"),
+        ("Placed", {"rank": 2}, True, "mesh.fsdp = 1: .* finds no room on the card; raise it, or set lora.quantize ="),
+        ("Placed", {"rank": 2, "quantize": "nf4"}, True, "model: .* 4 bits finds no room on the card; choose a small"),
+        ("Placed", {}, False, "model: .* finds no room on the card; take a larger card, or the CPU by CUDA_VISIBLE"),
+    ],
+)
+def test_a_model_that_finds_no_room_is_told_with_what_to_do(monkeypatch, part, lora, training, said):
+    from meshwright.engines.torch import engine as module
+
+    run = make_run()
+    run = run.model_copy(update={"lora": run.lora.model_copy(update=lora)})
+    monkeypatch.setattr(module, part, no_room)
+    with pytest.raises(UserError, match=said):
+        TorchEngine(run, run.model.spec, training=training)
 
 
 def test_parts_from_python_are_for_jax(tmp_path):
@@ -112,6 +175,23 @@ def test_sizes_make_up_the_processes():
         mesh_sizes(make_run(mesh={"data": 3}), 4)
     with pytest.raises(UserError, match=r"mesh.data = -1: what is left of 4 processes after tensor 3 = 3 isn't whole"):
         mesh_sizes(make_run(mesh={"tensor": 3}), 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({}, 2),
+        ({"mesh": {"data": 2, "fsdp": 2}}, 8),
+        ({"mesh": {"data": 2, "tensor": 2}}, 4),
+        ({"launch": {"kind": "processes", "workers": 4}, "mesh": {"tensor": 2}}, 4),
+        ({"launch": {"kind": "processes", "workers": 4}, "mesh": {"data": 1, "fsdp": 2, "tensor": -1}}, 4),
+        ({"mesh": {"data": 3}}, 2),  # it doesn't divide
+    ],
+)
+def test_one_process_takes_no_more_rows_at_once_than_each_of_several_did(sections, parts):
+    run = make_run(train={"batch_size": 16, "micro_batch_size": 8}, **sections)
+    mesh = make_torch_mesh(run, run.model.spec, training=False)
+    assert (mesh.accumulate, mesh.rows(16).tolist()) == (parts, [*range(16)])
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])

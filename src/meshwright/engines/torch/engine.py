@@ -69,6 +69,11 @@ class TorchEngine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
             torch.use_deterministic_algorithms(True)
         mesh = make_torch_mesh(run, spec, training=training)
+        with _room(*_kept(run, mesh, training=training)):
+            self._build(mesh, training=training)
+
+    def _build(self, mesh: TorchMesh, *, training: bool) -> None:
+        run, spec = self._run, self._spec
         self._placed = placed = Placed(run, spec, mesh)
         self.rows = mesh.rows(run.train.batch_size)
         self.parameters = sum(math.prod(shape) for shape in placed.names.theirs.values())
@@ -93,19 +98,14 @@ class TorchEngine:
 
     def train_step(self, batch: Batch, stop: int = 0) -> dict[str, Any]:
         """See `Engine.train_step`."""
-        try:
+        advice = f'lower it, set train.remat (now "{self._run.train.remat}"), or raise mesh.fsdp'
+        with _room(self._sequences("a step"), advice):
             return self._step(batch, stop)
-        except torch.OutOfMemoryError as error:
-            train = self._run.train
-            raise UserError(
-                f"train.micro_batch_size = {self._run.micro_batch_size}: a step of so many sequences of "
-                f"{train.sequence_length} tokens finds no room on the card; lower it, set train.remat (now "
-                f'"{train.remat}"), or raise mesh.fsdp'
-            ) from error
 
     def eval_step(self, batch: Batch) -> tuple[Any, Any]:
         """See `Engine.eval_step`."""
-        return evaluate(self._placed, batch, self._run)
+        with _room(self._sequences("an evaluation"), "lower it, or use more cards"):
+            return evaluate(self._placed, batch, self._run)
 
     @contextmanager
     def trace(self, folder: Path) -> Iterator[None]:
@@ -140,7 +140,9 @@ class TorchEngine:
         self, prompts: list[list[int]], max_tokens: int, stop: int, sampling: Sampling
     ) -> Iterator[list[int | None]]:
         """See `Engine.generate`."""
-        yield from generate(self._placed, self._spec, prompts, max_tokens, stop, sampling)
+        what = f"max_tokens = {max_tokens}: so many after each of {len(prompts)} prompts at once"
+        with _room(what, "lower it, or give fewer prompts"):
+            yield from generate(self._placed, self._spec, prompts, max_tokens, stop, sampling)
 
     def on_host(self) -> Parameters:
         """See `Engine.on_host`."""
@@ -158,6 +160,10 @@ class TorchEngine:
     def logits_of(self, checkpoint: Checkpoint, tokens_BT: np.ndarray) -> np.ndarray:
         """See `Engine.logits_of`."""
         return logits_of(checkpoint, self._run, self._exact_device(), tokens_BT)
+
+    def _sequences(self, what: str) -> str:
+        size, length = self._run.micro_batch_size, self._run.train.sequence_length
+        return f"train.micro_batch_size = {size}: {what} of so many sequences of {length} tokens"
 
     def _check_masks(self) -> None:
         if self._spec.family == ANY:
@@ -179,6 +185,27 @@ class TorchEngine:
         sizes, reference = (self.active_parameters, run.train.sequence_length), run.data.packing == "pairs"
         flops = training_flops(self._spec, *sizes, adapters, reference=reference)
         return flops / (peak * (1 if mesh.mesh is None else mesh.mesh.size()))
+
+
+@contextmanager
+def _room(what: str, advice: str) -> Iterator[None]:
+    """Tell a user whose card is too small what was done, and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{what} finds no room on the card; {advice}") from error
+
+
+def _kept(run: Run, mesh: TorchMesh, *, training: bool) -> tuple[str, str]:
+    """What an engine keeps on each card, and how to have less there."""
+    if run.lora.quantize != "none":  # which isn't shared out
+        return "model: the whole of it in 4 bits", "choose a smaller model, or a larger card"
+    if not training:
+        return "model: the whole of it", 'take a larger card, or the CPU by CUDA_VISIBLE_DEVICES=""'
+    what = f"mesh.fsdp = {mesh.sizes['fsdp']}: a process's share of the model and of what training keeps beside it"
+    if run.lora.rank:
+        return what, 'raise it, or set lora.quantize = "nf4"'
+    return what, 'raise it, or train adapters by [lora], also with lora.quantize = "nf4"'
 
 
 def _idle(placed: Placed, spec: ModelSpec) -> int:

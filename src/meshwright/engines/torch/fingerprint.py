@@ -3,6 +3,7 @@
 import zlib
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright.engines.torch.collectives import reduced
 from meshwright.engines.torch.plan import Placed
@@ -20,6 +21,8 @@ def base_fingerprint(placed: Placed) -> str:
     total = torch.zeros(2, dtype=torch.int64, device=placed.mesh.device)
     for name in (*placed.tensors, *placed.quantized):
         if name in placed.parameters:  # an adapter's
+            continue
+        if not isinstance(placed.tensors.get(name), DTensor) and placed.mesh.place("fsdp"):  # whole in each process
             continue
         start, part, places = zlib.crc32(name.encode()), placed.part(name), placed.mine(name)
         if not places:

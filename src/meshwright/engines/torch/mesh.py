@@ -79,7 +79,7 @@ def make_torch_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> Torc
         sizes = mesh_sizes(run, processes)
         check_mesh(run, spec, sizes)
     else:
-        sizes = dict.fromkeys(AXES, 1)
+        sizes, accumulate = dict.fromkeys(AXES, 1), _parts_of_one(run, accumulate)
     if processes == 1:
         return TorchMesh(sizes, device, accumulate)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -91,6 +91,15 @@ def make_torch_mesh(run: Run, spec: ModelSpec, *, training: bool = True) -> Torc
     cuts_time = spec.family != ANY
     tensor = TensorGroup(mesh.get_group("tensor"), cuts_time=cuts_time) if sizes["tensor"] > 1 else None
     return TorchMesh(sizes, device, accumulate, mesh, batch_group, host_group, save_group, tensor)
+
+
+def _parts_of_one(run: Run, accumulate: int) -> int:
+    """Micro-batches where one process has the rows that several shared, as far as the run file says how many did."""
+    given = math.prod(size for axis in AXES if (size := getattr(run.mesh, axis)) != -1)
+    left = max(run.launch.processes // given, 1)
+    copies = math.prod(left if (size := getattr(run.mesh, axis)) == -1 else size for axis in ("data", "fsdp"))
+    parts = accumulate * copies
+    return accumulate if run.train.batch_size % parts else parts
 
 
 def mesh_sizes(run: Run, processes: int) -> dict[str, int]:

@@ -72,8 +72,7 @@ class Placed:
         self.module = kind(model, spec, mesh.tensor, score_chunk(memory, spec.vocab_size // mesh.sizes["tensor"]))
         if mesh.mesh is not None:
             self._shard(blocks)
-        buffers = {name: buffer.to(mesh.device) for name, buffer in model.named_buffers()}
-        _materialize(model, mesh.device, buffers)
+        _materialize(model, mesh.device)
         found = tensors_of_model(model)
         self.is_matrix = {n: len(self.names.theirs.get(n, "ab")) >= 2 for n, t in found.items() if t.requires_grad}
         """Of those that are trained, whether each is a matrix in a checkpoint; weight decay is for these."""
@@ -211,9 +210,11 @@ def _keep_products(_context: Any, function: Any, *_: Any, **__: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if function in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _materialize(model: Any, device: torch.device, buffers: dict[str, torch.Tensor]) -> None:
+def _materialize(model: Any, device: torch.device) -> None:
     """Give parameters memory, which parts what is tied and empties buffers: so these are put back."""
     first: dict[int, str] = {}
+    there = {id(buffer): buffer.to(device) for buffer in model.buffers()}
+    buffers = {name: there[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
     named = model.named_parameters(remove_duplicate=False)
     tied = {name: first.setdefault(id(parameter), name) for name, parameter in named}
     model.to_empty(device=device)

@@ -47,7 +47,7 @@ def plan_of(model: Any) -> dict[str, str]:
         model: of `transformers`.
 
     Raises:
-        UserError: it has no plan, or one that isn't supported.
+        UserError: it has no plan, one that isn't supported, or one that leaves out what must be cut, too.
     """
     kind = model.config.model_type
     plan = PLANS.get(kind) or getattr(model.config, "base_model_tp_plan", None)
@@ -64,6 +64,7 @@ def plan_of(model: Any) -> dict[str, str]:
                 "set it to 1, and raise mesh.fsdp"
             )
         found[prefix + name] = styles[0]
+    _check_widths(model, found, plan)
     return found
 
 
@@ -144,6 +145,29 @@ def gathered_scores(scores_NV: torch.Tensor, vocab: int, tensor: TensorGroup) ->
     first, last = share(vocab, tensor)
     whole_NV[:, first:last] = scores_NV
     return reduced(whole_NV, tensor.group)
+
+
+def _check_widths(model: Any, found: dict[str, str], plan: dict[str, str]) -> None:
+    """Refuse what a layer does with all of a width, or with each head, where a process has a share of them."""
+    kind = model.config.model_type
+    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):  # by mean and deviation
+        raise UserError(
+            f"mesh.tensor: {kind} chooses by the whole feed-forward width what is active "
+            "(activation_sparsity_pattern), so that it isn't cut; set it to 1, and raise mesh.fsdp"
+        )
+    for cut_name in (name for name, style in found.items() if style == "colwise" and kind not in PLANS):
+        parent = cut_name.rpartition(".")[0]
+        layer, width = model.get_submodule(parent), len(model.get_submodule(cut_name).weight)
+        head = getattr(layer, "head_dim", 1)
+        for name, parameter in layer.named_parameters(prefix=parent):
+            module = name.rpartition(".")[0]
+            if module in found or any(fnmatchcase(module, f"*.{pattern}") for pattern in plan):
+                continue
+            if parameter.shape != (head,) and parameter.shape[:1] in ((width,), (width // head,)):
+                raise UserError(
+                    f"mesh.tensor: there is no plan by which {name} of {kind} is cut, as what it belongs to is; set "
+                    "it to 1, and raise mesh.fsdp"
+                )
 
 
 def _cut_colwise(module: Any, mesh: DeviceMesh) -> None:
