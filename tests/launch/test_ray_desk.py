@@ -65,6 +65,15 @@ def test_a_console_of_a_worker_has_the_drivers_called(monkeypatch):
     ]
 
 
+def test_one_that_prepares_does_not_hang(monkeypatch):
+    console, now = DeskConsole(None, lambda: False), [100.0]
+    monkeypatch.setattr(ray_desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    console.note("a word")
+    now[0] = 200.0
+    console.prepare_progress("reading", 1, None, 0, 0)
+    assert console.moved == 200.0 and [method for method, _ in console._take()] == ["note"]
+
+
 def test_a_message_is_small_and_a_close_says_all(monkeypatch):
     class Ray:
         exceptions = SimpleNamespace(RayError=RuntimeError)
