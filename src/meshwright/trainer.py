@@ -102,6 +102,7 @@ def train(
             commits=group.is_primary,
             on_committed=on_committed,
             on_failed=trackers.note if group.size == 1 else None,
+            note=trackers.note,
             reader=mirror,
         )
         if group.size == 1:  # else a process that is gone would be waited for
