@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
@@ -18,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.launch import ray_worker
 from meshwright.launch.ray_scaling import Scale, scale_of
 from meshwright.launch.ray_train import worker_environment
-from meshwright.launch.ray_worker import with_the_same_micro_batches
+from meshwright.launch.ray_worker import Task, with_the_same_micro_batches
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,24 @@ def test_a_folder_that_a_node_lacks(monkeypatch):
     monkeypatch.setattr(ray_worker, "node", lambda: "10.0.0.7")
     with pytest.raises(UserError, match=r"^/not/here: can't be entered on the node 10\.0\.0\.7 \(No such file"):
         ray_worker.go_to("/not/here")
+
+
+def test_a_worker_that_cannot_write_beats_and_says_so(monkeypatch, tmp_path):
+    """Else it would be taken for dead, and all would start again."""
+    done: list = []
+    call = SimpleNamespace(remote=lambda *arguments: arguments or True)
+    desk = SimpleNamespace(is_open=call, say=call, fail=SimpleNamespace(remote=lambda failure: done.append(failure)))
+    monkeypatch.setattr("ray.get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(ray_worker, "node", lambda: "10.0.0.7")
+    monkeypatch.setattr(ray_worker, "keep_in_touch", lambda console, rank, stop, look: done.append(f"{rank} beats"))
+    monkeypatch.setattr(ray_worker, "_place", ray_worker._Place("127.0.0.1:1", 1, 2))
+    monkeypatch.setattr(ray_worker, "_ended", threading.Event())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(UserError, match=r"^run_dir = 'runs/tiny': can't be written to on the node 10\.0\.0\.7 \(Not a"):
+        ray_worker.train_worker(Task(a_run().to_toml(), str(tmp_path), desk, "cpu", 0, 2, "mark"))
+    beats, failure = done
+    assert beats == "1 beats" and failure.mistake and failure.worker == 1
 
 
 def test_jobs_that_are_submitted_and_what_the_dashboard_has_of_them(tmp_path):
