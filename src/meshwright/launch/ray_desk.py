@@ -246,7 +246,7 @@ def _beat(console: DeskConsole, rank: int, stop: Stop, look: Callable[[], None])
                 os._exit(1)
             stop.signal = stop.signal or asked
             heard = time.monotonic()
-        except ray.exceptions.GetTimeoutError:
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):  # it may come back
             if time.monotonic() - heard > _LOST_SECONDS:
                 os._exit(1)
         except Exception:  # the driver is gone, and the run directory may be another's by now
