@@ -35,7 +35,10 @@ _NOTED_SECONDS = 20.0  # for Ray Train to note that the run failed, and not that
 _ELASTIC_START_SECONDS = 10.0
 # What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
 _KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-_PASSED = {"jax": ("JAX_", "PJRT_", "XLA_FLAGS", "MESHWRIGHT_"), "torch": ("MESHWRIGHT_", "GLOO_", "NCCL_", "TORCH_")}
+_PASSED = {
+    "jax": ("JAX_", "PJRT_", "XLA_", "NCCL_", "MESHWRIGHT_"),
+    "torch": ("MESHWRIGHT_", "GLOO_", "NCCL_", "TORCH_"),
+}
 _SNAPSHOTS = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
