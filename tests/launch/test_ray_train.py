@@ -277,7 +277,8 @@ def test_what_a_worker_finds_in_its_environment(monkeypatch):
         "NCCL_SOCKET_IFNAME": "eth1",
     }
     monkeypatch.setattr(os, "environ", {**passed, "HOME": "/h", "PYTHONPATH": "/p"})
-    gpu, cpu = worker_environment("gpu", Path("/r")), worker_environment("cpu", Path("/r"))
+    run = a_run()
+    gpu, cpu = (worker_environment(run, platform, Path("/r")) for platform in ("gpu", "cpu"))
     assert gpu["LD_LIBRARY_PATH"] == "" and "JAX_PLATFORMS" not in gpu and "HOME" not in gpu
     assert "LD_LIBRARY_PATH" not in cpu and cpu["JAX_PLATFORMS"] == "cpu"
     assert cpu["MALLOC_ARENA_MAX"] == "1" and "MALLOC_ARENA_MAX" not in gpu
@@ -285,3 +286,11 @@ def test_what_a_worker_finds_in_its_environment(monkeypatch):
     for environment in (gpu, cpu):
         assert passed.items() <= environment.items()
         assert environment["PYTHONPATH"].split(os.pathsep)[-1] == "/p"
+
+
+@pytest.mark.parametrize("changes", [{"train": {"compile_cache": "off"}}, {"run_dir": "s3://runs/tiny"}])
+def test_where_nothing_compiled_is_kept_in_the_run_directory(monkeypatch, changes):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    kept, not_kept = a_run(), make_run(run_values("texts", **changes))
+    of_kept, of_not_kept = (worker_environment(run, "gpu", Path("/r")) for run in (kept, not_kept))
+    assert of_kept.items() - of_not_kept.items() == {("JAX_COMPILATION_CACHE_DIR", "/r/workers/compiled")}

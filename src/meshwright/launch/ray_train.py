@@ -83,28 +83,25 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
                 return outcome
 
 
-def worker_environment(platform: str, directory: Path, engine: str = "jax", *, shared: bool = True) -> dict[str, str]:
+def worker_environment(run: Run, platform: str, directory: Path) -> dict[str, str]:
     """What a worker's environment must say.
 
     Arguments:
+        run: whose worker it is.
         platform: `cpu`, `gpu` or `tpu`.
         directory: of the run.
-        engine: `jax` or `torch`.
-        shared: whether the workers share the directory.
     """
     memory = {} if os.environ.get("MESHWRIGHT_MALLOC") == "default" else _KEEP_FREED_MEMORY
-    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[engine])}
+    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[run.engine])}
     own = {"PYTHONUNBUFFERED": "1", **package_path()}
-    if engine == "torch":
+    if run.engine == "torch":
         # Without a card of its own a worker may see those of its node.
         return {**passed, **own, **({"CUDA_VISIBLE_DEVICES": "", **memory} if platform == "cpu" else {})}
     # Workers that start again needn't compile again. What is compiled for one CPU may not run on another.
     # Each of them must find what the others find, so it isn't for folders that they don't share.
-    compiled = (
-        {}
-        if platform == "cpu" or not shared
-        else {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
-    )
+    compiled = {}
+    if platform != "cpu" and not is_remote(run.run_dir) and run.train.compile_cache == "auto":
+        compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
     if platform == "cpu":
         own |= {"JAX_PLATFORMS": "cpu", **memory}
     if platform == "gpu":
@@ -115,9 +112,8 @@ def worker_environment(platform: str, directory: Path, engine: str = "jax", *, s
 def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
 
-    directory, shared = mark.parent, not is_remote(run.run_dir)
-    name = mark.name if shared else ""
-    environment = worker_environment(scale.platform, directory, run.engine, shared=shared)
+    directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
+    environment = worker_environment(run, scale.platform, directory)
     task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
     return _trainer_of(run, scale)(
         _Call(train_worker, task),
