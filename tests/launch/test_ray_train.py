@@ -17,7 +17,7 @@ from ray_runs import SLOWLY, Training, add_node, assert_gone, cluster_of, write
 
 from meshwright.config import Run, make_run
 from meshwright.errors import UserError
-from meshwright.launch import ray_worker
+from meshwright.launch import ray_train, ray_worker
 from meshwright.launch.ray_scaling import Scale, scale_of
 from meshwright.launch.ray_train import worker_environment
 from meshwright.launch.ray_worker import Task, with_the_same_micro_batches
@@ -215,6 +215,23 @@ def test_a_tpu_slice(tmp_path, started):
         started.append(training)
         assert training.end() == 0, training.output
     assert "jax on 8 x cpu" in training.output
+
+
+def test_a_failure_in_a_line():
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+    def raised(error: Exception) -> RayTaskError:
+        text = f"Traceback (most recent call last):\n  File ...\n{type(error).__name__}: {error}"
+        return RayTaskError("RayTrainWorker.execute", text, error, "ray::RayTrainWorker", 7, "10.0.0.7")
+
+    assert ray_train.how(raised(raised(ValueError("too long\nby two")).as_instanceof_cause())) == "ValueError: too long"
+    assert ray_train.how(ControllerError(raised(ActorDiedError()))) == "its process is gone"
+    used_up = "launch.max_failures = 3 is used up"
+    of_workers = ray_train._last_failure(a_run(), WorkerGroupError("", {1: raised(OSError("no"))}))
+    assert of_workers.startswith(f"worker 1: OSError: no; {used_up}, and training stopped. The logs are in runs/tiny/w")
+    of_ray = ray_train._last_failure(a_run(), ControllerError(RuntimeError("no controller")))
+    assert of_ray.startswith("RuntimeError: no controller; training stopped. The logs are in runs/tiny/workers; the s")
 
 
 def a_run(**launch) -> Run:

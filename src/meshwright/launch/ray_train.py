@@ -244,15 +244,21 @@ def _last_failure(run: Run, error: BaseException) -> str:
     failures = getattr(error, "worker_failures", {})
     lines = [f"worker {rank}: {how(failure)}" for rank, failure in failures.items()]
     what = "; ".join(lines) or how(error)
+    # What goes wrong in Ray Train itself isn't counted.
+    used_up = f"launch.max_failures = {run.launch.max_failures} is used up, and " if failures else ""
     return (
-        f"{what}; launch.max_failures = {run.launch.max_failures} is used up, and training stopped. The logs are in "
-        f"{run.place}/workers; the same command goes on from the last checkpoint"
+        f"{what}; {used_up}training stopped. The logs are in {run.place}/workers; the same command goes on from the "
+        "last checkpoint"
     )
 
 
 def how(error: BaseException) -> str:
     """What became of a worker, in a line."""
+    from ray.exceptions import RayTaskError
+
     cause = getattr(error, "health_check_failure", None) or getattr(error, "controller_failure", None) or error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):  # its own words are a traceback
+        cause = cause.cause
     kind = type(cause).__name__
     if "ActorDied" in kind or "ActorUnavailable" in kind:
         return "its process is gone"
