@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from meshwright.cores import core_count
 from meshwright.errors import UserError
 
 _REACH_SECONDS = 10.0
@@ -84,7 +85,7 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # A process for each processor, most of which no actor would ever use.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        many = max(cpus, os.cpu_count() or 1)
+        many = max(cpus, core_count())
         with _fewer_processes(ray):
             ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
         _own = True
