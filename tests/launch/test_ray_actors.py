@@ -32,11 +32,9 @@ def test_what_has_no_work_is_left_out(own, monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch):
-    """What Ray and the run would set in this process, and leave there for the tests that follow, is as it was."""
+    """What a cluster that is started without `ray_cluster` is to have in common with one that is."""
     for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
         monkeypatch.setenv(f"RAY_{name}", value)
-    monkeypatch.setenv("RAY_prestart_worker_first_driver", "")  # for it to be taken away at the end
-    monkeypatch.delenv("RAY_prestart_worker_first_driver")
     return monkeypatch
 
 
@@ -67,7 +65,6 @@ def test_no_worker_is_started_before_it_is_asked_for(settings):
         assert ray.cluster_resources()["CPU"] == 6
         ray.get(ray.remote(lambda: None).remote())
         assert not reaches(asked_for + 1, seconds=6)
-    settings.delenv("RAY_prestart_worker_first_driver")
     ray.init(address="local", include_dashboard=False, num_cpus=6)
     try:
         assert reaches(asked_for + 1, seconds=60)

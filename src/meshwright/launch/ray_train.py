@@ -19,7 +19,7 @@ from meshwright.checkpoints import Checkpoints
 from meshwright.config import Run
 from meshwright.errors import UserError
 from meshwright.launch.joining import not_installed
-from meshwright.launch.ray_cluster import is_own_cluster, package_path
+from meshwright.launch.ray_cluster import is_own_cluster, package_path, set_unless_given
 from meshwright.launch.ray_desk import Desk, News
 from meshwright.launch.ray_scaling import Scale, scale_of, scaling_config, what_is_there
 from meshwright.launch.ray_worker import MOVE, Task, train_worker
@@ -61,7 +61,7 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
     _check_folder(run)
     scale = scale_of(run, _nodes(ray))
     with ExitStack() as closing:
-        closing.enter_context(_configured(run, scale))
+        closing.enter_context(set_unless_given(_settings(run, scale)))
         stop = closing.enter_context(stop_signals())
         desk = _make_desk(ray)
         closing.callback(desk.close.remote)
@@ -311,11 +311,10 @@ def _folder_for_ray(run: Run) -> Iterator[Path]:
     yield directory
 
 
-@contextmanager
-def _configured(run: Run, scale: Scale) -> Iterator[None]:
-    """Ray Train's settings for this run, but for those that the user has set."""
+def _settings(run: Run, scale: Scale) -> dict[str, str]:
+    """Ray Train's for this run."""
     elastic, patience = scale.fewest < scale.most, run.launch.start_timeout
-    settings = {
+    return {
         # Ray's are made for runs of days: 2 s between looks at the workers.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{max(run.launch.hang_timeout, 30.0):g}",
@@ -329,13 +328,6 @@ def _configured(run: Run, scale: Scale) -> Iterator[None]:
         "RAY_TRAIN_METRICS_ENABLED": "1" if _has_dashboard() else "0",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
     }
-    ours = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 def _has_dashboard() -> bool:
