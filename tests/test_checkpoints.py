@@ -9,6 +9,7 @@ from helpers import meshwright, run_values, write_corpus, write_run
 
 from meshwright.checkpoints import Checkpoints
 from meshwright.engines.base import Engine
+from meshwright.errors import UserError
 from meshwright.launch.group import ALONE
 from meshwright.resuming import resume
 
@@ -120,6 +121,11 @@ def test_one_that_cannot_be_removed_ends_nothing(folder, monkeypatch):
     assert steps(checkpoints) == [1, 2]
     save_all(checkpoints, (3, None))
     assert steps(checkpoints) == [3]
+
+
+def test_one_that_another_worker_alone_sees(folder):
+    with pytest.raises(UserError, match=r"step_00000004: isn't here, or its manifest\.json can't be read, though anot"):
+        Checkpoints(folder, 1).at(4)
 
 
 LIMITED = """

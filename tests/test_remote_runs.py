@@ -453,6 +453,44 @@ def test_what_was_compiled_stays_on_its_machine(store, short):
     assert not (folder / "workers/compiled/theirs").exists()
 
 
+def test_small_files_that_could_not_be_written_come_with_the_next(store, short, monkeypatch):
+    def fail(name: str, content: bytes) -> None:
+        raise TimeoutError("no answer")
+
+    with Mirror(URL) as mirror:
+        for name in ("log.txt", "run.toml"):
+            (mirror.copy / name).write_text(f"{HEADER}{name}")
+        with monkeypatch.context() as patched:
+            patched.setattr(mirror.store, "write", fail)
+            with pytest.raises(TimeoutError, match="no answer"):
+                mirror._push_small_files()
+    assert {"log.txt", "run.toml"} <= set(store.names())
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_ends_nothing(store, short, monkeypatch):
+    def fail(name: str) -> None:
+        raise TimeoutError("no answer")
+
+    def save(step: int) -> None:
+        checkpoints.save(lambda folder: lambda: None, {"step": step, "val_loss": None, "identity": {}})
+        checkpoints.wait()
+
+    told: list = []
+    with Mirror(URL) as mirror:
+        folder = mirror.copy / "checkpoints"
+        checkpoints = Checkpoints(
+            folder, 1, on_committed=lambda one: told.append(one.step), note=told.append, reader=mirror
+        )
+        save(4)
+        with monkeypatch.context() as patched:
+            patched.setattr(mirror, "remove", fail)
+            save(8)
+        assert told == [4, "older checkpoints could not be removed (no answer); the next save tries again", 8]
+        assert manifests(store) == {"step_00000004", "step_00000008"}
+        save(12)
+    assert told[3:] == [12] and manifests(store) == {"step_00000012"}
+
+
 def test_the_log_of_a_worker_that_was_here_before(store, short):
     theirs, mine = "workers/worker_1.log", "workers/worker_0.log"
     store.write(theirs, b"--- first\n--- second, elsewhere\n")

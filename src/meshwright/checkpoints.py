@@ -78,6 +78,7 @@ class Checkpoints:
         on_committed: told by `wait` of the checkpoint that was under way, in every process.
         on_failed: told, in place of an exception, of one that failed, once the next one is committed; for a process
             that trains alone, as of several the others wait for the one that failed.
+        note: told by `wait` of what of older ones could not be removed.
         reader: fetches what is on an object store; a `Mirror` has what is saved there, too.
     """
 
@@ -89,6 +90,7 @@ class Checkpoints:
         commits: bool = True,
         on_committed: Callable[[Checkpoint], None] | None = None,
         on_failed: Callable[[str], None] | None = None,
+        note: Callable[[str], None] | None = None,
         reader: "Reader | None" = None,
     ):
         self.folder = folder
@@ -96,10 +98,12 @@ class Checkpoints:
         self._commits = commits
         self._on_committed = on_committed
         self._on_failed = on_failed
+        self._note = note
         self._reader = reader
         self._under_way: Checkpoint | None = None
         self._thread: threading.Thread | None = None
         self._failure: _Failure | None = None
+        self._kept: Exception | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -118,10 +122,19 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def at(self, step: int) -> Checkpoint:
-        """The committed one of a step, with its files."""
-        found = next(checkpoint for checkpoint in self.committed() if checkpoint.step == step)
-        found.fetch()
-        return found
+        """The committed one of a step, with its files.
+
+        Raises:
+            UserError: there is none such.
+        """
+        for checkpoint in self.committed():
+            if checkpoint.step == step:
+                checkpoint.fetch()
+                return checkpoint
+        raise UserError(
+            f"{self.folder / _name(step)}: isn't here, or its {MANIFEST} can't be read, though another worker has it; "
+            "see to it that all workers see the same folder"
+        )
 
     def best(self) -> Checkpoint | None:
         """The one of the lowest validation loss, where any was evaluated."""
@@ -185,7 +198,7 @@ class Checkpoints:
             if self._on_failed is None:
                 raise failure.error
             shutil.rmtree(failure.partial, ignore_errors=True)  # it takes room
-        name = f"step_{manifest['step']:08d}"
+        name = _name(manifest["step"])
         partial, mirror = self._partial(name), self._mirror
         if mirror or self._commits:
             partial.mkdir(parents=True)
@@ -197,7 +210,10 @@ class Checkpoints:
                 uploaded = mirror.upload(partial, name) if mirror else None
                 if self._commits:
                     _commit(partial, self.folder / name, manifest, mirror, uploaded)
-                    self._prune()
+                    try:
+                        self._prune()
+                    except Exception as error:  # it is saved, and the next save tries again
+                        self._kept = error
                 elif mirror:
                     shutil.rmtree(partial)
             except BaseException as error:
@@ -229,6 +245,9 @@ class Checkpoints:
             self._thread = None
         failure, self._failure = self._failure, None
         saved, self._under_way = self._under_way, None
+        kept, self._kept = self._kept, None
+        if kept is not None and self._note is not None:
+            self._note(f"older checkpoints could not be removed ({kept}); the next save tries again")
         if failure is None and saved is not None and self._on_committed is not None:
             self._on_committed(saved)
         return failure
@@ -321,6 +340,10 @@ def _commit(
         mirror.publish(final.name, partial / MANIFEST)
     partial.rename(final)
     sync(final.parent)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _free_name(path: Path) -> Path:

@@ -37,7 +37,7 @@ class LaunchSection(Section):
     max_failures: NonNegativeInt = 3
     """How often a run on Ray starts again after a worker or a node is lost."""
     start_timeout: PositiveFloat = 300.0
-    """Seconds that a run waits for all its workers: on Ray for a place for each, else for them to come."""
+    """Seconds that a run waits for all its workers: on Ray for places, by hand or under Slurm for them to come."""
     hang_timeout: PositiveFloat = 1800.0
     """Seconds without a finished step after which the workers of a run on Ray are taken to hang, and start again."""
     topology: str = ""

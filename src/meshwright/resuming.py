@@ -15,6 +15,8 @@ from meshwright.launch.group import ALONE, Group
 from meshwright.models.spec import ModelSpec
 from meshwright.rundir import RunDirectory
 
+_SECONDS = 24 * 3600.0  # for a checkpoint to come from an object store; a process that dies is noticed long before
+
 
 def check_steps(run: Run, checkpoints: Checkpoints) -> None:
     """Refuse a run that has gone beyond its end.
@@ -142,7 +144,7 @@ def resume(
             raise
         except Exception as error:
             problem = _first_line(error)
-        problems = [one for one in group.gather(problem, "restored") if one]
+        problems = [one for one in group.gather(problem, "restored", _SECONDS) if one]
         if not problems:
             checkpoints.set_aside(checkpoint.step, note)
             return checkpoint
@@ -159,10 +161,12 @@ def _sound_for_all(checkpoints: Checkpoints, note: Callable[[str], None], group:
     sound = checkpoints.sound(note) if group.is_primary else iter(())
     while True:
         candidate = next(sound, None)
-        step = group.broadcast(candidate.step if candidate else None, "checkpoint")
+        step = group.broadcast(candidate.step if candidate else None, "checkpoint", _SECONDS)
         if step is None:
             return
-        yield candidate or checkpoints.at(step)
+        found = candidate or checkpoints.at(step)
+        group.barrier("checkpoint fetched", _SECONDS)  # where they read it together, each waits for less
+        yield found
 
 
 def _first_line(error: Exception) -> str:

@@ -102,6 +102,7 @@ def train(
             commits=group.is_primary,
             on_committed=on_committed,
             on_failed=trackers.note if group.size == 1 else None,
+            note=trackers.note,
             reader=mirror,
         )
         if group.size == 1:  # else a process that is gone would be waited for
@@ -173,12 +174,14 @@ def _lacks_beginning(tokenizer: Tokenizer) -> bool:
 
 
 def prepare_once(run: Run, source: Source | None, console: Console, group: Group) -> Corpus:
-    """The data of the run; one process makes what isn't there yet, while the others wait."""
+    """The data of the run; one process makes what isn't there yet, while the others wait, and then each that doesn't
+    share its store."""
     if not group.is_primary:
         group.barrier("prepared", _PREPARE_SECONDS)
     corpus = prepare(run, source=source, on_progress=console.prepare_progress, on_note=console.note)
     if group.is_primary:
         group.barrier("prepared", _PREPARE_SECONDS)
+    group.barrier("prepared by all", _PREPARE_SECONDS)
     return corpus
 
 

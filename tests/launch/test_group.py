@@ -7,6 +7,7 @@ import threading
 import pytest
 from processes import run_processes
 
+from meshwright.launch import devices
 from meshwright.launch.group import Alone, Group, GroupError
 
 
@@ -78,6 +79,19 @@ def test_who_waits_in_vain_says_for_what_and_how_long():
     (first,), (second,) = run_processes(give_up)
     assert first.startswith("barrier 'save': worker 0 (of 2, from 0) gave up: not all workers came within 0.5 s")
     assert second.startswith("broadcast 'step': worker 1 (of 2, from 0) gave up: worker 0 sent nothing within 0.5 s")
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(4, "64"), (96, "96")])
+def test_threads_for_all_that_send_and_receive_and_all_cores(monkeypatch, cores, expected):
+    monkeypatch.setattr(devices, "core_count", lambda: cores)
+    monkeypatch.setattr(devices, "_listen_for_others", lambda address: None)
+    monkeypatch.setattr("jax.config.update", lambda *setting: None)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *arguments, **more: None)
+    for name in ("PJRT_NPROC", "no_grpc_proxy"):
+        monkeypatch.setenv(name, "")  # for it to be taken away at the end
+        monkeypatch.delenv(name)
+    devices.join("127.0.0.1:1", 0, 1)
+    assert os.environ["PJRT_NPROC"] == expected
 
 
 def sum_over_all(group: Group, factor: int) -> float:

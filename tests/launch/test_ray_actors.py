@@ -32,11 +32,9 @@ def test_what_has_no_work_is_left_out(own, monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch):
-    """What Ray and the run would set in this process, and leave there for the tests that follow, is as it was."""
+    """What a cluster that is started without `ray_cluster` is to have in common with one that is."""
     for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
         monkeypatch.setenv(f"RAY_{name}", value)
-    monkeypatch.setenv("RAY_prestart_worker_first_driver", "")  # for it to be taken away at the end
-    monkeypatch.delenv("RAY_prestart_worker_first_driver")
     return monkeypatch
 
 
@@ -61,11 +59,12 @@ def test_a_cluster_is_its_own_where_it_was_started_for_a_run_alone(settings):
 @pytest.mark.timeout(240)
 def test_no_worker_is_started_before_it_is_asked_for(settings):
     asked_for = 2  # the task's, and that of the actor that Ray Train will ask for
-    settings.setattr(os, "cpu_count", lambda: 6)
+    settings.setattr(os, "cpu_count", lambda: 6)  # Ray starts as many at a time
+    settings.setattr(ray_cluster, "core_count", lambda: 5)
     with ray_cluster.ray_cluster("", "launch.kind") as ray:
+        assert ray.cluster_resources()["CPU"] == 5
         ray.get(ray.remote(lambda: None).remote())
         assert not reaches(asked_for + 1, seconds=6)
-    settings.delenv("RAY_prestart_worker_first_driver")
     ray.init(address="local", include_dashboard=False, num_cpus=6)
     try:
         assert reaches(asked_for + 1, seconds=60)

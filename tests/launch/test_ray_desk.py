@@ -5,8 +5,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from meshwright.launch import ray_desk
 from meshwright.launch.ray_desk import CLOSED, Desk, DeskConsole, Failure
+from meshwright.signals import Stop
 from meshwright.track.console import Summary
 
 
@@ -63,6 +66,37 @@ def test_a_console_of_a_worker_has_the_drivers_called(monkeypatch):
         ("step", ({"step": 14, "loss": 1.5},)),
         ("finish", (summary,)),
     ]
+
+
+def test_one_that_prepares_does_not_hang(monkeypatch):
+    console, now = DeskConsole(None, lambda: False), [100.0]
+    monkeypatch.setattr(ray_desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    console.note("a word")
+    now[0] = 200.0
+    console.prepare_progress("reading", 1, None, 0, 0)
+    assert console.moved == 200.0 and [method for method, _ in console._take()] == ["note"]
+
+
+def test_a_desk_that_is_out_of_reach_for_a_while_is_waited_for(monkeypatch):
+    exceptions = pytest.importorskip("ray").exceptions
+    answers: list = [exceptions.ActorUnavailableError("no answer", None), exceptions.GetTimeoutError(), 15]
+
+    def get(reference, timeout):
+        answer = answers.pop(0) if answers else exceptions.ActorDiedError()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("ray.get", get)
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(ray_desk, "BEAT_SECONDS", 0.0)
+    stop = Stop()
+    with pytest.raises(SystemExit):
+        ray_desk._beat(SimpleNamespace(beat=lambda rank: None), 0, stop, lambda: None)
+    assert stop.signal == 15 and not answers
 
 
 def test_a_message_is_small_and_a_close_says_all(monkeypatch):

@@ -114,7 +114,8 @@ def test_each_worker_has_one_device(monkeypatch, launch, nodes, expected):
 
 def test_what_a_worker_finds_in_its_environment(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {"JAX_ENABLE_X64": "0", "NCCL_SOCKET_IFNAME": "eth1", "HOME": "/h"})
-    gpu, cpu = (worker_environment(platform, tmp_path, "torch") for platform in ("gpu", "cpu"))
+    run = a_run()
+    gpu, cpu = (worker_environment(run, platform, tmp_path) for platform in ("gpu", "cpu"))
     assert cpu["CUDA_VISIBLE_DEVICES"] == "" and not {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"} & gpu.keys()
     for environment in (gpu, cpu):
         assert environment["NCCL_SOCKET_IFNAME"] == "eth1"

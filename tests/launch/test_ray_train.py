@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
@@ -15,10 +17,10 @@ from ray_runs import SLOWLY, Training, add_node, assert_gone, cluster_of, write
 
 from meshwright.config import Run, make_run
 from meshwright.errors import UserError
-from meshwright.launch import ray_worker
+from meshwright.launch import ray_train, ray_worker
 from meshwright.launch.ray_scaling import Scale, scale_of
 from meshwright.launch.ray_train import worker_environment
-from meshwright.launch.ray_worker import with_the_same_micro_batches
+from meshwright.launch.ray_worker import Task, with_the_same_micro_batches
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,24 @@ def test_a_folder_that_a_node_lacks(monkeypatch):
     monkeypatch.setattr(ray_worker, "node", lambda: "10.0.0.7")
     with pytest.raises(UserError, match=r"^/not/here: can't be entered on the node 10\.0\.0\.7 \(No such file"):
         ray_worker.go_to("/not/here")
+
+
+def test_a_worker_that_cannot_write_beats_and_says_so(monkeypatch, tmp_path):
+    """Else it would be taken for dead, and all would start again."""
+    done: list = []
+    call = SimpleNamespace(remote=lambda *arguments: arguments or True)
+    desk = SimpleNamespace(is_open=call, say=call, fail=SimpleNamespace(remote=lambda failure: done.append(failure)))
+    monkeypatch.setattr("ray.get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(ray_worker, "node", lambda: "10.0.0.7")
+    monkeypatch.setattr(ray_worker, "keep_in_touch", lambda console, rank, stop, look: done.append(f"{rank} beats"))
+    monkeypatch.setattr(ray_worker, "_place", ray_worker._Place("127.0.0.1:1", 1, 2))
+    monkeypatch.setattr(ray_worker, "_ended", threading.Event())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(UserError, match=r"^run_dir = 'runs/tiny': can't be written to on the node 10\.0\.0\.7 \(Not a"):
+        ray_worker.train_worker(Task(a_run().to_toml(), str(tmp_path), desk, "cpu", 0, 2, "mark"))
+    beats, failure = done
+    assert beats == "1 beats" and failure.mistake and failure.worker == 1
 
 
 def test_jobs_that_are_submitted_and_what_the_dashboard_has_of_them(tmp_path):
@@ -197,6 +217,23 @@ def test_a_tpu_slice(tmp_path, started):
     assert "jax on 8 x cpu" in training.output
 
 
+def test_a_failure_in_a_line():
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+    def raised(error: Exception) -> RayTaskError:
+        text = f"Traceback (most recent call last):\n  File ...\n{type(error).__name__}: {error}"
+        return RayTaskError("RayTrainWorker.execute", text, error, "ray::RayTrainWorker", 7, "10.0.0.7")
+
+    assert ray_train.how(raised(raised(ValueError("too long\nby two")).as_instanceof_cause())) == "ValueError: too long"
+    assert ray_train.how(ControllerError(raised(ActorDiedError()))) == "its process is gone"
+    used_up = "launch.max_failures = 3 is used up"
+    of_workers = ray_train._last_failure(a_run(), WorkerGroupError("", {1: raised(OSError("no"))}))
+    assert of_workers.startswith(f"worker 1: OSError: no; {used_up}, and training stopped. The logs are in runs/tiny/w")
+    of_ray = ray_train._last_failure(a_run(), ControllerError(RuntimeError("no controller")))
+    assert of_ray.startswith("RuntimeError: no controller; training stopped. The logs are in runs/tiny/workers; the s")
+
+
 def a_run(**launch) -> Run:
     return make_run(run_values("texts", launch={"kind": "ray", **launch}, train={"batch_size": 12}))
 
@@ -212,6 +249,9 @@ def a_run(**launch) -> Run:
         ({"workers": 2}, [{"CPU": 4, "GPU": 2}], Scale("gpu", 2, 2, 1, {"CPU": 1, "GPU": 1})),
         ({"workers": 1}, [{"CPU": 4, "GPU": 2}], Scale("gpu", 1, 1, 2, {"CPU": 1, "GPU": 2})),
         ({"devices_per_worker": 2}, [{"GPU": 8}, {"GPU": 3}], Scale("gpu", 5, 5, 2, {"CPU": 1, "GPU": 2})),
+        ({"workers": [2, 4]}, [{"GPU": 2}, {"GPU": 2}], Scale("gpu", 2, 4, 2, {"CPU": 1, "GPU": 2})),
+        ({"workers": [1, 4]}, [{"GPU": 2}, {"GPU": 2}], Scale("gpu", 1, 4, 2, {"CPU": 1, "GPU": 2})),
+        ({"workers": [3, 4]}, [{"GPU": 2}], r"launch\.workers = \[3, 4\]: the cluster has 2 GPUs"),
         ({"workers": 3}, [{"GPU": 2}], r"launch\.workers = 3: the cluster has 2 GPUs"),
         ({"devices_per_worker": 4}, [{"GPU": 2}], r"launch\.devices_per_worker = 4: no node has so many GPUs; 2 are"),
         ({"accelerator": "H100"}, [{"CPU": 4}], r"the cluster has no GPUs as yet; set launch\.workers and"),
@@ -249,14 +289,28 @@ def test_fewer_workers_take_more_turns_over_a_batch(size, most, micro, expected)
 
 
 def test_what_a_worker_finds_in_its_environment(monkeypatch):
-    monkeypatch.setattr(
-        os, "environ", {"JAX_ENABLE_X64": "0", "XLA_FLAGS": "--a", "PJRT_NPROC": "3", "HOME": "/h", "PYTHONPATH": "/p"}
-    )
-    gpu, cpu = worker_environment("gpu", Path("/r")), worker_environment("cpu", Path("/r"))
+    passed = {
+        "JAX_ENABLE_X64": "0",
+        "XLA_FLAGS": "--a",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
+        "PJRT_NPROC": "3",
+        "NCCL_SOCKET_IFNAME": "eth1",
+    }
+    monkeypatch.setattr(os, "environ", {**passed, "HOME": "/h", "PYTHONPATH": "/p"})
+    run = a_run()
+    gpu, cpu = (worker_environment(run, platform, Path("/r")) for platform in ("gpu", "cpu"))
     assert gpu["LD_LIBRARY_PATH"] == "" and "JAX_PLATFORMS" not in gpu and "HOME" not in gpu
     assert "LD_LIBRARY_PATH" not in cpu and cpu["JAX_PLATFORMS"] == "cpu"
     assert cpu["MALLOC_ARENA_MAX"] == "1" and "MALLOC_ARENA_MAX" not in gpu
     assert gpu["JAX_COMPILATION_CACHE_DIR"] == "/r/workers/compiled" and "JAX_COMPILATION_CACHE_DIR" not in cpu
     for environment in (gpu, cpu):
-        assert [environment[key] for key in ("JAX_ENABLE_X64", "XLA_FLAGS", "PJRT_NPROC")] == ["0", "--a", "3"]
+        assert passed.items() <= environment.items()
         assert environment["PYTHONPATH"].split(os.pathsep)[-1] == "/p"
+
+
+@pytest.mark.parametrize("changes", [{"train": {"compile_cache": "off"}}, {"run_dir": "s3://runs/tiny"}])
+def test_where_nothing_compiled_is_kept_in_the_run_directory(monkeypatch, changes):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    kept, not_kept = a_run(), make_run(run_values("texts", **changes))
+    of_kept, of_not_kept = (worker_environment(run, "gpu", Path("/r")) for run in (kept, not_kept))
+    assert of_kept.items() - of_not_kept.items() == {("JAX_COMPILATION_CACHE_DIR", "/r/workers/compiled")}

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from meshwright.cores import core_count
 from meshwright.data.chat import Template
 from meshwright.data.documents import Document
 from meshwright.data.encode import BLOCK_CHARACTERS, Block, EncodedBlock, Encoder, Mark
@@ -53,11 +54,6 @@ class Task(NamedTuple):
         """The encoder, of a tokenizer that is open already where one is given."""
         opened = tokenizer or load_tokenizer(Path(self.tokenizer))
         return Encoder(opened, self.template, self.normalize, batch_characters, pairs=self.pairs)
-
-
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_in_order(

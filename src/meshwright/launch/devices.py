@@ -11,13 +11,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from meshwright.config import Run
+from meshwright.cores import core_count
 from meshwright.errors import UserError
 from meshwright.launch.addresses import LOOPBACK, address_for_others, split
 from meshwright.launch.group import JaxGroup
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _HEARTBEAT_SECONDS = 20
-_THREADS = 64
+_FEWEST_THREADS = 64
 _COUNT = """
 import ctypes
 cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -110,7 +111,7 @@ def join(address: str, rank: int, size: int) -> JaxGroup:
     if on_cpu():
         # A thread that sends or receives does nothing else. With as many as there are cores, all of a process could
         # wait for what another one has no thread left to send.
-        os.environ.setdefault("PJRT_NPROC", str(_THREADS))
+        os.environ.setdefault("PJRT_NPROC", str(max(_FEWEST_THREADS, core_count())))
         # Programs that don't wait for each other, as those of an evaluation, would else run at once, and what they send
         # could be taken for another's: each process might come to it in another order.
         jax.config.update("jax_cpu_enable_async_dispatch", False)

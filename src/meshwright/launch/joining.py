@@ -54,7 +54,7 @@ def join(run: Run, address: str, rank: int, size: int) -> Group:
     if run.engine == "jax":
         return devices.join(address, rank, size)
     host, port = split(address)
-    return _torch_group().join(port, rank, size, host)
+    return _torch_group().join(port, rank, size, host, on_ray=run.launch.kind == "ray")
 
 
 def leave(run: Run, group: Group) -> None:

@@ -6,14 +6,26 @@ import signal
 import site
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from meshwright.cores import core_count
 from meshwright.errors import UserError
 
 _REACH_SECONDS = 10.0
+_HERE = ("", "local")
+_OF_OWN_CLUSTER = {
+    # No word to Ray's makers of what a user trains on.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Its processes would give way to any other of this machine.
+    "RAY_worker_niceness": "0",
+    # A process for each processor, most of which no actor would ever use.
+    "RAY_prestart_worker_first_driver": "0",
+}
+# A job may have a PYTHONPATH of its own.
+_OF_CONNECTION = {"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
 _own = False  # whether the cluster that is connected to was started here
 
 
@@ -38,31 +50,37 @@ def ray_cluster(address: str, key: str, cpus: int = 0) -> Iterator[Any]:
         import ray.data
     except ModuleNotFoundError as error:
         raise UserError(f"{key}: needs {error.name}; pip install 'meshwright[ray]'") from None
-    # Its failures come here as exceptions.
-    for handler in logging.getLogger("ray.data").handlers:
-        if handler.get_name() == "console":
-            handler.setLevel(logging.CRITICAL)
     global _own
     if ray.is_initialized():
         yield ray
         return
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    # Of each process that dies Ray says so, at length, on standard output, whatever it was told to log.
-    ray._private.worker._worker_logs_enabled = False
-    try:
-        _connect(ray, address or os.environ.get("RAY_ADDRESS", ""), cpus)
-        yield ray
-    finally:
-        _own = False
-        ray.shutdown()
-        ray._private.worker._worker_logs_enabled = True
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray sets its own
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    settings = _OF_OWN_CLUSTER if address in _HERE else _OF_CONNECTION
+    with set_unless_given(settings), _quiet(ray):
+        try:
+            with _signals_as_they_were():
+                _connect(ray, address, cpus)
+            yield ray
+        finally:
+            _own = False
+            ray.shutdown()
 
 
 def is_own_cluster() -> bool:
     """Whether the cluster was started by `ray_cluster`, which then stops it."""
     return _own
+
+
+@contextmanager
+def set_unless_given(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have variables in the environment for a while, but for those that the user has set."""
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def package_path() -> dict[str, str]:
@@ -74,17 +92,39 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, given]))}
 
 
+@contextmanager
+def _quiet(ray: Any) -> Iterator[None]:
+    # Of each process that dies Ray says so, at length, on standard output, whatever it was told to log.
+    ray._private.worker._worker_logs_enabled = False
+    # Its failures come here as exceptions.
+    consoles = [one for one in logging.getLogger("ray.data").handlers if one.get_name() == "console"]
+    levels = [one.level for one in consoles]
+    for console in consoles:
+        console.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        ray._private.worker._worker_logs_enabled = True
+        for console, level in zip(consoles, levels, strict=True):
+            console.setLevel(level)
+
+
+@contextmanager
+def _signals_as_they_were() -> Iterator[None]:
+    # Ray has a handler of its own for SIGTERM, which is for whoever trains or prepares to hear.
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)
+
+
 def _connect(ray: Any, address: str, cpus: int) -> None:
     global _own
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-    if address in ("", "local"):
-        # No word to Ray's makers of what a user trains on.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Its processes would give way to any other of this machine.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # A process for each processor, most of which no actor would ever use.
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        many = max(cpus, os.cpu_count() or 1)
+    if address in _HERE:
+        many = max(cpus, core_count())
         with _fewer_processes(ray):
             ray.init(address="local", include_dashboard=False, num_cpus=many, **quiet)
         _own = True
@@ -92,10 +132,13 @@ def _connect(ray: Any, address: str, cpus: int) -> None:
         return
     try:
         _reach(address)
-        # A job may have a PYTHONPATH of its own.
-        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         ray.init(address=address, runtime_env={"env_vars": package_path()}, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except ray.exceptions.AuthenticationError as error:
+        raise UserError(
+            f"launch.address = {address!r}: Ray's token is missing or wrong ({error.message.rstrip('.')}); set "
+            "RAY_AUTH_TOKEN to the cluster's, or RAY_AUTH_TOKEN_PATH to a file that holds it"
+        ) from None
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"launch.address = {address!r}: no Ray cluster answers there ({why}); give the address that `ray start "

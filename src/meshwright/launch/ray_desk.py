@@ -120,7 +120,7 @@ class DeskConsole:
         self._sending = threading.Lock()  # what was said first goes first, whichever thread sends it
         self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self.moved = time.monotonic()
-        """When something was last said: a step done, or anything else."""
+        """When something was last said, a step done or anything else, or last prepared."""
         self.stepped = False
         """Whether a step was done."""
 
@@ -153,7 +153,8 @@ class DeskConsole:
     def prepare_progress(
         self, stage: str, done_bytes: int, total_bytes: int | None, tokens: int, documents: int
     ) -> None:
-        """See `Console`; the driver has prepared, and shown how."""
+        """See `Console`; nothing is said, as the driver has prepared, and shown how."""
+        self.moved = time.monotonic()
 
     def finish(self, summary: Summary) -> None:
         """See `Console`."""
@@ -245,7 +246,7 @@ def _beat(console: DeskConsole, rank: int, stop: Stop, look: Callable[[], None])
                 os._exit(1)
             stop.signal = stop.signal or asked
             heard = time.monotonic()
-        except ray.exceptions.GetTimeoutError:
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):  # it may come back
             if time.monotonic() - heard > _LOST_SECONDS:
                 os._exit(1)
         except Exception:  # the driver is gone, and the run directory may be another's by now

@@ -120,11 +120,12 @@ def _gpu(launch: LaunchSection, nodes: Sequence[Resources]) -> Scale:
     if not each and not many:  # a process for each host, where they are alike
         each = min(cards) if all(one % min(cards) == 0 for one in cards) else 1
     elif not each:
-        # As large as so many still fit, on whatever nodes.
-        fitting = [size for size in range(1, max(cards) + 1) if sum(one // size for one in cards) >= many]
+        # As large as so many still fit, on whatever nodes; an elastic run grows when there are more.
+        fewest = launch.fewest
+        fitting = [size for size in range(1, max(cards) + 1) if sum(one // size for one in cards) >= fewest]
         if not fitting:
             raise UserError(
-                f"launch.workers = {many}: the cluster has {sum(cards)} GPUs; lower it, or set "
+                f"launch.workers = {launch.workers}: the cluster has {sum(cards)} GPUs; lower it, or set "
                 "launch.devices_per_worker = 1 to wait for more"
             )
         each = max(fitting)

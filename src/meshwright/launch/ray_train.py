@@ -19,7 +19,7 @@ from meshwright.checkpoints import Checkpoints
 from meshwright.config import Run
 from meshwright.errors import UserError
 from meshwright.launch.joining import not_installed
-from meshwright.launch.ray_cluster import is_own_cluster, package_path
+from meshwright.launch.ray_cluster import is_own_cluster, package_path, set_unless_given
 from meshwright.launch.ray_desk import Desk, News
 from meshwright.launch.ray_scaling import Scale, scale_of, scaling_config, what_is_there
 from meshwright.launch.ray_worker import MOVE, Task, train_worker
@@ -35,7 +35,10 @@ _NOTED_SECONDS = 20.0  # for Ray Train to note that the run failed, and not that
 _ELASTIC_START_SECONDS = 10.0
 # What `engines.jax.memory` asks of glibc comes too late for the threads that a worker of Ray has from its start.
 _KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-_PASSED = {"jax": ("JAX_", "PJRT_", "XLA_FLAGS", "MESHWRIGHT_"), "torch": ("MESHWRIGHT_", "GLOO_", "NCCL_", "TORCH_")}
+_PASSED = {
+    "jax": ("JAX_", "PJRT_", "XLA_", "NCCL_", "MESHWRIGHT_"),
+    "torch": ("MESHWRIGHT_", "GLOO_", "NCCL_", "TORCH_"),
+}
 _SNAPSHOTS = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
@@ -58,7 +61,7 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
     _check_folder(run)
     scale = scale_of(run, _nodes(ray))
     with ExitStack() as closing:
-        closing.enter_context(_configured(run, scale))
+        closing.enter_context(set_unless_given(_settings(run, scale)))
         stop = closing.enter_context(stop_signals())
         desk = _make_desk(ray)
         closing.callback(desk.close.remote)
@@ -80,28 +83,25 @@ def train_on_ray(ray: Any, run: Run, console: Console, parts: dict[str, Any] | N
                 return outcome
 
 
-def worker_environment(platform: str, directory: Path, engine: str = "jax", *, shared: bool = True) -> dict[str, str]:
+def worker_environment(run: Run, platform: str, directory: Path) -> dict[str, str]:
     """What a worker's environment must say.
 
     Arguments:
+        run: whose worker it is.
         platform: `cpu`, `gpu` or `tpu`.
         directory: of the run.
-        engine: `jax` or `torch`.
-        shared: whether the workers share the directory.
     """
     memory = {} if os.environ.get("MESHWRIGHT_MALLOC") == "default" else _KEEP_FREED_MEMORY
-    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[engine])}
+    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED[run.engine])}
     own = {"PYTHONUNBUFFERED": "1", **package_path()}
-    if engine == "torch":
+    if run.engine == "torch":
         # Without a card of its own a worker may see those of its node.
         return {**passed, **own, **({"CUDA_VISIBLE_DEVICES": "", **memory} if platform == "cpu" else {})}
     # Workers that start again needn't compile again. What is compiled for one CPU may not run on another.
     # Each of them must find what the others find, so it isn't for folders that they don't share.
-    compiled = (
-        {}
-        if platform == "cpu" or not shared
-        else {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
-    )
+    compiled = {}
+    if platform != "cpu" and not is_remote(run.run_dir) and run.train.compile_cache == "auto":
+        compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory / "workers" / "compiled")}
     if platform == "cpu":
         own |= {"JAX_PLATFORMS": "cpu", **memory}
     if platform == "gpu":
@@ -112,9 +112,8 @@ def worker_environment(platform: str, directory: Path, engine: str = "jax", *, s
 def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts: dict[str, Any]) -> Any:
     from ray.train.v2.api.config import FailureConfig, RunConfig
 
-    directory, shared = mark.parent, not is_remote(run.run_dir)
-    name = mark.name if shared else ""
-    environment = worker_environment(scale.platform, directory, run.engine, shared=shared)
+    directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
+    environment = worker_environment(run, scale.platform, directory)
     task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
     return _trainer_of(run, scale)(
         _Call(train_worker, task),
@@ -245,15 +244,21 @@ def _last_failure(run: Run, error: BaseException) -> str:
     failures = getattr(error, "worker_failures", {})
     lines = [f"worker {rank}: {how(failure)}" for rank, failure in failures.items()]
     what = "; ".join(lines) or how(error)
+    # What goes wrong in Ray Train itself isn't counted.
+    used_up = f"launch.max_failures = {run.launch.max_failures} is used up, and " if failures else ""
     return (
-        f"{what}; launch.max_failures = {run.launch.max_failures} is used up, and training stopped. The logs are in "
-        f"{run.place}/workers; the same command goes on from the last checkpoint"
+        f"{what}; {used_up}training stopped. The logs are in {run.place}/workers; the same command goes on from the "
+        "last checkpoint"
     )
 
 
 def how(error: BaseException) -> str:
     """What became of a worker, in a line."""
+    from ray.exceptions import RayTaskError
+
     cause = getattr(error, "health_check_failure", None) or getattr(error, "controller_failure", None) or error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):  # its own words are a traceback
+        cause = cause.cause
     kind = type(cause).__name__
     if "ActorDied" in kind or "ActorUnavailable" in kind:
         return "its process is gone"
@@ -306,11 +311,10 @@ def _folder_for_ray(run: Run) -> Iterator[Path]:
     yield directory
 
 
-@contextmanager
-def _configured(run: Run, scale: Scale) -> Iterator[None]:
-    """Ray Train's settings for this run, but for those that the user has set."""
+def _settings(run: Run, scale: Scale) -> dict[str, str]:
+    """Ray Train's for this run."""
     elastic, patience = scale.fewest < scale.most, run.launch.start_timeout
-    settings = {
+    return {
         # Ray's are made for runs of days: 2 s between looks at the workers.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{max(run.launch.hang_timeout, 30.0):g}",
@@ -324,13 +328,6 @@ def _configured(run: Run, scale: Scale) -> Iterator[None]:
         "RAY_TRAIN_METRICS_ENABLED": "1" if _has_dashboard() else "0",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
     }
-    ours = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 def _has_dashboard() -> bool:

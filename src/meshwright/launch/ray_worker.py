@@ -111,10 +111,10 @@ def train_worker(task: Task) -> dict[str, Any] | None:
     console = DeskConsole(task.desk, lambda: _stop.signal == MOVE)
     try:
         run = make_run(tomllib.loads(task.run))
+        watch = partial(_look, console, run.launch.hang_timeout if _place.rank == 0 else None)
+        keep_in_touch(console, _place.rank, _stop, watch)  # first, as one that doesn't beat is taken for dead
         go_to(task.folder)
         _write_to_log(run, _place.rank)
-        watch = partial(_look, console, run.launch.hang_timeout if _place.rank == 0 else None)
-        keep_in_touch(console, _place.rank, _stop, watch)
         return _train(task, run, _place, console)
     except BaseException as error:
         traceback.print_exc()
@@ -259,8 +259,15 @@ def go_to(folder: str) -> None:
 
 def _write_to_log(run: Run, rank: int) -> None:
     path = run.directory / "workers" / f"worker_{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        raise UserError(
+            f"run_dir = {str(run.directory)!r}: can't be written to on the node {node()} ({error.strerror}); see to it "
+            "that all nodes of the cluster may"
+        ) from None
+    with file as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {node()}, process {os.getpid()}\n".encode())
         log.flush()
         print(f"All else that this worker writes is in {path.absolute()}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.cores import core_count
 from meshwright.errors import UserError
 from meshwright.launch.addresses import LOOPBACK, address_for_others, interface_of, listen
 from meshwright.launch.group import TIMEOUT, Group, GroupError, Value
@@ -117,7 +118,7 @@ class TorchGroup(Group):
             raise GroupError(f"{who}: a worker is gone: {str(error).partition(chr(10))[0]}") from error
 
 
-def join(port: int, rank: int, size: int, host: str = LOOPBACK) -> TorchGroup:
+def join(port: int, rank: int, size: int, host: str = LOOPBACK, *, on_ray: bool = False) -> TorchGroup:
     """Become one of the processes of a run.
 
     Arguments:
@@ -125,6 +126,7 @@ def join(port: int, rank: int, size: int, host: str = LOOPBACK) -> TorchGroup:
         rank: of this process.
         size: how many there are.
         host: of rank 0; with `127.0.0.1` it listens on its machine alone.
+        on_ray: whether Ray started it.
 
     Returns:
         The group; the default group of `torch.distributed` is made, too. Call `leave` at the end.
@@ -141,13 +143,26 @@ def join(port: int, rank: int, size: int, host: str = LOOPBACK) -> TorchGroup:
     card = str(torch.cuda.get_device_properties(0).uuid) if on_card else ""
     reports = group.gather([socket.gethostname(), card], "devices")
     check_cards(reports)
-    if not on_card:  # as many threads as there are cores in each process would wait for each other
-        here = [host for host, _ in reports].count(socket.gethostname())
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    if not on_card:
+        torch.set_num_threads(threads_of([host for host, _ in reports].count(socket.gethostname()), on_ray=on_ray))
     backends = "cpu:gloo,cuda:nccl" if on_card else "gloo"
     more: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if on_card else {}
     dist.init_process_group(backends, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, **more)
     return group
+
+
+def threads_of(processes: int, *, on_ray: bool) -> int:
+    """How many threads PyTorch is to have on a CPU: as many as there are cores in each process would wait for each
+    other.
+
+    Arguments:
+        processes: how many share this machine.
+        on_ray: whether Ray started this one.
+    """
+    share = max(1, core_count() // processes)
+    if on_ray:  # which sets OMP_NUM_THREADS to the one CPU that it sets aside
+        return share
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(share, torch.get_num_threads())
 
 
 def leave(group: TorchGroup) -> None:

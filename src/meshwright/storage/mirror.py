@@ -303,7 +303,7 @@ class Mirror(Reader):
         self.store.remove(name for name, step in steps.items() if _STEP.fullmatch(step) and step not in committed)
 
     def _push_small_files(self) -> None:
-        changed: dict[str, Path] = {}
+        changed: dict[str, tuple[Path, tuple[int, int]]] = {}
         beside = (path for path in self.copy.iterdir() if path.name != _CHECKPOINTS)
         for path in sorted(file for one in beside for file in (one, *one.rglob("*")) if file.is_file()):
             name = path.relative_to(self.copy).as_posix()
@@ -313,11 +313,11 @@ class Mirror(Reader):
             if name != self._log and (name.startswith("workers/") or not self._group.is_primary):
                 continue
             facts = path.stat()
-            if self._pushed.get(name) != (facts.st_mtime_ns, facts.st_size):
-                self._pushed[name] = (facts.st_mtime_ns, facts.st_size)
-                changed[name] = path
-        for name, path in changed.items():
+            if self._pushed.get(name) != (version := (facts.st_mtime_ns, facts.st_size)):
+                changed[name] = path, version
+        for name, (path, version) in changed.items():
             self.store.write(name, path.read_bytes())
+            self._pushed[name] = version
 
 
 def _beyond(earlier: bytes, log: bytes) -> bytes:
