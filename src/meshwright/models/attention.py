@@ -222,6 +222,12 @@ def self_attention(
     return place(y_BTHE, "batch", "time", "heads", None)
 
 
+class FromStart(NamedTuple):
+    """The cache of a layer where the columns are a text from its start, in order, and see no more than themselves."""
+
+    cache: Any
+
+
 class Attention(nnx.Module):
     """Multi-head attention (Vaswani et al., 2017); `kv_heads < heads` gives grouped queries (Ainslie et al., 2023)."""
 
@@ -244,9 +250,7 @@ class Attention(nnx.Module):
         x_BTD: jax.Array,
         places: Places,
         dropout_keys_B: jax.Array | None = None,
-        cache: LayerCache | None = None,
-        *,
-        from_start: bool = False,
+        cache: LayerCache | FromStart | None = None,
     ) -> tuple[jax.Array, Any]:
         """Attend to this text, or to the cache with this text written into it.
 
@@ -254,8 +258,7 @@ class Attention(nnx.Module):
             x_BTD: the normed residual stream.
             places: where its columns stand.
             dropout_keys_B: a random key for each example of this layer; None: no dropout.
-            cache: keys and values of earlier positions.
-            from_start: whether the columns are a text from its start, in order: none sees more of a cache than these.
+            cache: keys and values of earlier positions; `FromStart` of it: there are none.
 
         Returns:
             The output, `[B, T, D]`, and the new cache.
@@ -263,16 +266,18 @@ class Attention(nnx.Module):
         q_BTHC, k_BTKC, v_BTKC = self._project(x_BTD)
         if places.rotary is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, places.rotary), rotate(k_BTKC, places.rotary)
-        if cache is not None:
-            cache = LayerCache(
-                write_heads(cache.keys_BKSC, k_BTKC, places.positions_BT),
-                write_heads(cache.values_BKSC, v_BTKC, places.positions_BT),
+        alone = cache is None or isinstance(cache, FromStart)
+        kept = cache.cache if isinstance(cache, FromStart) else cache
+        if kept is not None:
+            kept = LayerCache(
+                write_heads(kept.keys_BKSC, k_BTKC, places.positions_BT),
+                write_heads(kept.values_BKSC, v_BTKC, places.positions_BT),
             )
-        if cache is None or from_start:
+        if kept is None or alone:
             y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
         else:
-            y_BTHC = self._attend_to_cache(q_BTHC, cache, places)
-        return self.out(y_BTHC.reshape(*x_BTD.shape[:2], -1)), cache
+            y_BTHC = self._attend_to_cache(q_BTHC, kept, places)
+        return self.out(y_BTHC.reshape(*x_BTD.shape[:2], -1)), kept
 
     def _attend_to_cache(self, q_BTHC: jax.Array, cache: LayerCache, places: Places) -> jax.Array:
         distance_BTS = places.positions_BT[:, :, None] - jnp.arange(cache.keys_BKSC.shape[2])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.models import one_token, rope
-from meshwright.models.attention import Attention, Places
+from meshwright.models.attention import Attention, FromStart, Places
 from meshwright.models.gradients import capped, look_up
 from meshwright.models.latent import LatentAttention
 from meshwright.models.layers import LayerNorm, Linear, RMSNorm, dropout
@@ -64,13 +64,7 @@ class Block(nnx.Module):
         self.spec = spec
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        places: Places,
-        dropout_keys_B: jax.Array | None = None,
-        cache: Any = None,
-        *,
-        from_start: bool = False,
+        self, x_BTD: jax.Array, places: Places, dropout_keys_B: jax.Array | None = None, cache: Any = None
     ) -> tuple[jax.Array, Any, Routing | None]:
         """Arguments as in `Attention`.
 
@@ -81,7 +75,7 @@ class Block(nnx.Module):
         before = placement in ("pre", "both")
         y_BTD, x_BTD = self.attention_norm.beside(x_BTD) if before else (x_BTD, x_BTD)
         generates = cache is not None
-        y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache, from_start=from_start)
+        y_BTD, cache = self.attention(y_BTD, places, dropout_keys_B, cache)
         if placement in ("both", "after"):
             y_BTD = (self.attention_out_norm if before else self.attention_norm)(y_BTD)
         x_BTD = x_BTD + dropout(y_BTD, rate, dropout_keys_B, 1, places.order_T)
@@ -316,7 +310,8 @@ class Decoder(nnx.Module):
         else:
             caches = []
             for block, of_layer, layer_cache in layers:
-                x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, layer_cache, from_start=from_start)
+                given = FromStart(layer_cache) if from_start else layer_cache
+                x_BTD, layer_cache, _ = block(x_BTD, of_layer, None, given)
                 caches.append(layer_cache)
         return self.finish(x_BTD), jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 

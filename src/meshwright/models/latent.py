@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.models import rope
-from meshwright.models.attention import Places, rotate, self_attention, write
+from meshwright.models.attention import FromStart, Places, rotate, self_attention, write
 from meshwright.models.gradients import Scoring
 from meshwright.models.layers import Linear, RMSNorm, fused_linear
 from meshwright.models.layout import layout
@@ -70,9 +70,7 @@ class LatentAttention(nnx.Module):
         x_BTD: jax.Array,
         places: Places,
         dropout_keys_B: jax.Array | None = None,
-        cache: LatentCache | None = None,
-        *,
-        from_start: bool = False,
+        cache: LatentCache | FromStart | None = None,
     ) -> tuple[jax.Array, LatentCache | None]:
         """Attend to this text, or to the cache with this text written into it.
 
@@ -80,24 +78,25 @@ class LatentAttention(nnx.Module):
             x_BTD: the normed residual stream.
             places: where its columns stand; with the angles of the rotated part.
             dropout_keys_B: a random key for each example of this layer; None: no dropout.
-            cache: what is kept of earlier positions.
-            from_start: whether the columns are a text from its start, in order: none sees more of a cache than these.
+            cache: what is kept of earlier positions; `FromStart` of it: nothing.
 
         Returns:
             The output, `[B, T, D]`, and the new cache.
         """
         q_BTHK, latents_BTZ, rotated_BTR = self._project(x_BTD, places)
-        if cache is not None:
-            cache = LatentCache(
-                write(cache.latents_BSZ, latents_BTZ, places.positions_BT),
-                write(cache.rotated_BSR, rotated_BTR, places.positions_BT),
+        alone = cache is None or isinstance(cache, FromStart)
+        kept = cache.cache if isinstance(cache, FromStart) else cache
+        if kept is not None:
+            kept = LatentCache(
+                write(kept.latents_BSZ, latents_BTZ, places.positions_BT),
+                write(kept.rotated_BSR, rotated_BTR, places.positions_BT),
             )
-        if cache is None or from_start:
+        if kept is None or alone:
             k_BTHK, v_BTHE = self._keys_and_values(latents_BTZ, rotated_BTR)
             y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B, self._scoring)
         else:
-            y_BTHE = self._attend_to_latents(q_BTHK, cache, places.positions_BT)
-        return self.out(y_BTHE.reshape(*x_BTD.shape[:2], -1)), cache
+            y_BTHE = self._attend_to_latents(q_BTHK, kept, places.positions_BT)
+        return self.out(y_BTHE.reshape(*x_BTD.shape[:2], -1)), kept
 
     def _project(self, x_BTD: jax.Array, places: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries; normed latent vectors; the rotated part of the keys."""
