@@ -266,14 +266,13 @@ class Attention(nnx.Module):
         q_BTHC, k_BTKC, v_BTKC = self._project(x_BTD)
         if places.rotary is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, places.rotary), rotate(k_BTKC, places.rotary)
-        alone = cache is None or isinstance(cache, FromStart)
         kept = cache.cache if isinstance(cache, FromStart) else cache
         if kept is not None:
             kept = LayerCache(
                 write_heads(kept.keys_BKSC, k_BTKC, places.positions_BT),
                 write_heads(kept.values_BKSC, v_BTKC, places.positions_BT),
             )
-        if kept is None or alone:
+        if kept is None or isinstance(cache, FromStart):
             y_BTHC = self_attention(q_BTHC, k_BTKC, v_BTKC, places, self.spec.dropout, dropout_keys_B, self.scoring)
         else:
             y_BTHC = self._attend_to_cache(q_BTHC, kept, places)

@@ -84,14 +84,13 @@ class LatentAttention(nnx.Module):
             The output, `[B, T, D]`, and the new cache.
         """
         q_BTHK, latents_BTZ, rotated_BTR = self._project(x_BTD, places)
-        alone = cache is None or isinstance(cache, FromStart)
         kept = cache.cache if isinstance(cache, FromStart) else cache
         if kept is not None:
             kept = LatentCache(
                 write(kept.latents_BSZ, latents_BTZ, places.positions_BT),
                 write(kept.rotated_BSR, rotated_BTR, places.positions_BT),
             )
-        if kept is None or alone:
+        if kept is None or isinstance(cache, FromStart):
             k_BTHK, v_BTHE = self._keys_and_values(latents_BTZ, rotated_BTR)
             y_BTHE = self_attention(q_BTHK, k_BTHK, v_BTHE, places, self.spec.dropout, dropout_keys_B, self._scoring)
         else:
