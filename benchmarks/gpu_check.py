@@ -38,11 +38,14 @@ from common import card, machine, write_results
 
 SMALL = {"layers": 2, "width": 256, "heads": 4, "context_length": 512, "vocab_size": 1003}
 LLAMA = {**SMALL, "preset": "llama-tiny", "kv_heads": 2, "head_width": 64, "ffn_width": 512}
+LATENT = {**SMALL, "preset": "deepseek-tiny", "head_width": 64, "rotary_width": 32, "ffn_width": 512, "experts": 0}
+LATENT |= {"shared_experts": 0, "kv_latent": 128, "query_latent": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {**SMALL, "preset": "gpt2-tiny", "ffn_width": 1024},
     "llama": LLAMA,
     "llama, documents side by side": LLAMA,
     "llama, windows": {**LLAMA, "window": 64, "global_every": 2},
+    "latent attention": LATENT,
 }
 TEXT_MODELS = ("gpt2-mini", "llama-mini")
 TEXT_STEPS = 300

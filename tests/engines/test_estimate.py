@@ -12,7 +12,7 @@ from helpers import run_values
 
 from meshwright.config import make_run
 from meshwright.data.examples import Batch
-from meshwright.engines.flops import multiplied_parameters
+from meshwright.engines.flops import head_widths, multiplied_parameters
 from meshwright.engines.jax import memory_check
 from meshwright.engines.jax.engine import JaxEngine
 from meshwright.engines.jax.estimate import (
@@ -146,7 +146,8 @@ def kept_by_jax(spec, dtype, remat: str, rows: int, time: int) -> int:
 def test_a_layer_keeps_what_the_formula_says(name, changes, dtype, remat):
     spec = preset(name).model_copy(update={"vocab_size": 61, "layers": 2, **changes})
     rows, time = 4, 96
-    share = Share(rows * time, time, jnp.dtype(dtype).itemsize, tensor=1, experts=1, flash=False)
+    whole = {"tensor": 1, "experts": 1, "flash": False, "value_width": head_widths(spec)[1]}
+    share = Share(rows * time, time, jnp.dtype(dtype).itemsize, **whole)
     kept = kept_by_jax(spec, dtype, remat, 2 * rows, time) - kept_by_jax(spec, dtype, remat, rows, time)
     assert rows * time * layer_bytes(spec, share, remat) == pytest.approx(
         kept, rel=0.02

@@ -53,6 +53,17 @@ def test_the_kernel_is_asked_for_what_the_plain_path_computes(window, segments, 
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24)])
+def test_values_of_another_width_than_keys(widths, monkeypatch):
+    key_width, value_width = widths
+    (q, k, _), (*_, v) = arguments(width=key_width), arguments(width=value_width)
+    expected = whole_attention(*(x.astype(jnp.float32) for x in (q, k, v)), None, None, SCORING)
+    called = on_a_gpu(monkeypatch)
+    got = flash.fused_attention(q, k, v, None, None, SCORING)
+    assert called and got.shape == (*q.shape[:3], value_width)
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=0.03, atol=0.03)
+
+
 def test_where_it_applies(monkeypatch):
     q, k, v = arguments()
     assert not flash.applies(q, k, v, None, None, SCORING)  # on a CPU

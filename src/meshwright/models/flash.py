@@ -59,6 +59,11 @@ def applies(
     return True
 
 
+def kernel_width(key_width: int, value_width: int) -> int:
+    """Width of a head in the kernel, for queries, keys and values alike."""
+    return max(key_width, value_width)
+
+
 def _same_segment(segments_BT: jax.Array | None) -> jax.Array | None:
     return None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
 
@@ -71,13 +76,19 @@ def _kernel(
     window: int | None,
     scale: float,
 ) -> jax.Array:
-    return jax.nn.dot_product_attention(
-        q_BTHC,
-        k_BTKC,
-        v_BTKE,
+    # The kernel has one width for all three: zeros add nothing to scores, and are cut off what comes of the values.
+    value_width = v_BTKE.shape[-1]
+    width = kernel_width(q_BTHC.shape[-1], value_width)
+    y_BTHW = jax.nn.dot_product_attention(
+        *(_widened(x, width) for x in (q_BTHC, k_BTKC, v_BTKE)),
         mask=mask_B1TS,
         is_causal=True,
         scale=scale,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
+    return y_BTHW[..., :value_width]
+
+
+def _widened(x: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

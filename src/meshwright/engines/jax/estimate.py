@@ -180,18 +180,23 @@ class Share(NamedTuple):
     """Devices that share its experts."""
     flash: bool
     """Whether attention keeps no weights: round a ring, where sequences are cut, or by a fused kernel."""
+    value_width: int
+    """E, of a head's values and outputs as attention keeps them."""
 
 
 def _share(run: Run, spec: ModelSpec, sizes: dict[str, int], dtype: jnp.dtype) -> Share:
     rows = run.micro_batch_size // math.prod(sizes[axis] for axis in ACTIVATIONS["batch"])
     time = run.train.sequence_length
+    widths = head_widths(spec)
+    is_fused = sizes["context"] == 1 and _is_fused(run, spec, sizes, dtype)
     return Share(
         tokens=rows * time // sizes["context"],
         time=time,
         number=jnp.dtype(dtype).itemsize,
         tensor=sizes["tensor"],
         experts=sizes["expert"],
-        flash=sizes["context"] > 1 or _is_fused(run, spec, sizes, dtype),
+        flash=sizes["context"] > 1 or is_fused,
+        value_width=flash.kernel_width(*widths) if is_fused else widths[1],
     )
 
 
@@ -219,7 +224,8 @@ def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
     - the residual stream where each norm reads it, and what each norm makes: 4 D; 6 D with norms on both sides
       (and float32 statistics of the norms: 2 each for LayerNorm, 1 for RMSNorm);
     - attention: queries H C, keys K C, values K E, the output H E twice (once for its own gradient, once as the input
-      of the last product), and the weights H T; in a ring or a fused kernel just their log-sum-exp, H float32. With
+      of the last product), and the weights H T; in a ring or a fused kernel just their log-sum-exp, H float32; a fused
+      kernel's values and its output are as wide as its keys. With
       dropout also the weights before it, in float32, and a byte of mask for each. Norms of queries and keys keep these
       once more, and a bound of the scores its slope, H T in float32;
     - latent attention: the latent vectors before and after their norms besides;
@@ -271,7 +277,7 @@ def _attention_bytes(spec: ModelSpec, share: Share) -> _Part:
         weights = heads * _FLOAT32
     else:
         weights = heads * share.time * share.number
-    kept = queries + keys + values + 2 * heads * value_width + 2 * latents
+    kept = queries + keys + kv_heads * share.value_width + heads * (share.value_width + value_width) + 2 * latents
     if spec.attention_softcap:
         weights += 0 if share.flash else heads * share.time * _FLOAT32
     if spec.qk_norm != "none":
