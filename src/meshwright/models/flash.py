@@ -1,7 +1,8 @@
 """Attention by cuDNN's fused kernels, which never write the scores out (Dao et al., 2022, "FlashAttention").
 
 They are for NVIDIA GPUs and 16-bit activations, and not for every shape. Elsewhere the plain path serves; which of the
-two is taken is settled when a function is traced. Shapes as in `meshwright.models.attention`.
+two is taken is settled when a function is traced. Shapes as in `meshwright.models.attention`, and W width of a head in
+the kernel.
 """
 
 from functools import partial
@@ -79,8 +80,11 @@ def _kernel(
     # The kernel has one width for all three: zeros add nothing to scores, and are cut off what comes of the values.
     value_width = v_BTKE.shape[-1]
     width = kernel_width(q_BTHC.shape[-1], value_width)
+    q_BTHW, k_BTKW, v_BTKW = (_widened(x, width) for x in (q_BTHC, k_BTKC, v_BTKE))
     y_BTHW = jax.nn.dot_product_attention(
-        *(_widened(x, width) for x in (q_BTHC, k_BTKC, v_BTKE)),
+        q_BTHW,
+        k_BTKW,
+        v_BTKW,
         mask=mask_B1TS,
         is_causal=True,
         scale=scale,
