@@ -259,7 +259,7 @@ def gpu_torch_scale(results: dict[str, Any]) -> str:
             continue
         share = f"{figures['share_of_linear']:.1%}" if "share_of_linear" in figures else ""
         step = [f"{figures['step_s'] * 1e3:.1f}", f"{figures['mfu']:.1%}", f"{figures['peak_gib']:.1f}"]
-        away = f"{figures['losses_away']:.0e}" if "losses_away" in figures else ""
+        away = f"{figures['losses_away']:.1g}" if "losses_away" in figures else ""
         rows.append([name, str(figures["rows"]), *step, share, away])
     return table(["", "rows", "a step, ms", "MFU", "peak a card, GiB", "of linear", "float32 losses away"], rows)
 
