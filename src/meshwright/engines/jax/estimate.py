@@ -224,10 +224,10 @@ def layer_bytes(spec: ModelSpec, share: Share, remat: str) -> float:
     - the residual stream where each norm reads it, and what each norm makes: 4 D; 6 D with norms on both sides
       (and float32 statistics of the norms: 2 each for LayerNorm, 1 for RMSNorm);
     - attention: queries H C, keys K C, values K E, the output H E twice (once for its own gradient, once as the input
-      of the last product), and the weights H T; in a ring or a fused kernel just their log-sum-exp, H float32. Where keys
-      are wider than values, a fused kernel's values and its output are as wide as they. With dropout also the weights
-      before it, in float32, and a byte of mask for each. Norms of queries and keys keep these once more, and a bound of
-      the scores its slope, H T in float32;
+      of the last product), and the weights H T; in a ring or a fused kernel just their log-sum-exp, H float32. Where
+      keys are wider than values, a fused kernel's values and its output are as wide as they. With dropout also the
+      weights before it, in float32, and a byte of mask for each. Norms of queries and keys keep these once more, and a
+      bound of the scores its slope, H T in float32;
     - latent attention: the latent vectors before and after their norms besides;
     - feed-forward: 2 F for GELU, F and a byte of mask each for ReLU; for SwiGLU 6 F: both products, the sigmoid, its
       derivative, SiLU, and what goes into the last product; for GeGLU 4 F, which has no sigmoid;
