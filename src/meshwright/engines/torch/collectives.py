@@ -86,3 +86,19 @@ def _scattered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def reduced(x: torch.Tensor, group: dist.ProcessGroup | None, how: str = "sum") -> torch.Tensor:
     """The sum (or `max`) over the processes of a group, without a gradient; None: of this one alone."""
     return x if group is None else funcol.wait_tensor(funcol.all_reduce(x.contiguous(), how, group))
+
+
+@torch.no_grad()
+def add_up(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over the processes of a group; all of them are sent as one.
+
+    Arguments:
+        tensors: of one type.
+        group: theirs.
+    """
+    if not tensors:
+        return
+    sent = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(sent, group=group)
+    parts = sent.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

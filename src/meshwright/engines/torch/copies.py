@@ -1,7 +1,8 @@
-"""What one device computes with, where that isn't float32: copies of the parameters, made anew with each update.
+"""What a device that has the whole model computes with, where that isn't float32: copies of the parameters, made anew
+with each update.
 
-The parameters that are trained stay float32: as FSDP2 has it on several devices (`MixedPrecisionPolicy`), whose hooks
-around each block would cost more than the block does on one. They lie in one tensor, their copies in another, the
+The parameters that are trained stay float32: as FSDP2 has it where they are shared out (`MixedPrecisionPolicy`), whose
+hooks around each block may cost more than the block does. They lie in one tensor, their copies in another, the
 gradients in a third.
 
 Shapes: N numbers of all parameters that are trained.

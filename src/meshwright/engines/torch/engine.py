@@ -1,4 +1,4 @@
-"""The PyTorch engine: a model of `transformers`, FSDP2 and tensor parallelism, state that stays on the device."""
+"""The PyTorch engine: a model of `transformers`, whole or in parts (FSDP2, tensor parallelism); state stays on the device."""
 
 import math
 import os
@@ -92,7 +92,7 @@ class TorchEngine:
         if training:
             if run.model.init != RESTORED:
                 self._check_masks()
-            flat = placed.copies and FlatOptimizer(run, placed.copies, mesh.accumulate)
+            flat = placed.copies and FlatOptimizer(run, placed.copies, mesh.accumulate, mesh.batch_group)
             self._optimizer = flat or SeparateOptimizer(run, placed)
             self._step = Step(run, placed, self._optimizer)
 

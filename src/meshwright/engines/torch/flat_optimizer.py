@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.config import Run
 from meshwright.engines.torch.copies import Copies
@@ -18,20 +19,22 @@ from meshwright.engines.torch.optimizer import EPS, Optimizer, moments
 
 
 class FlatOptimizer(Optimizer):
-    """See `Optimizer`.
+    """See `Optimizer`; sums of gradients, over micro-batches or processes, are float32.
 
     Arguments:
         run: see there.
         copies: of the parameters that it updates.
-        accumulate: how many micro-batches make a batch; of more than one the sums of gradients are float32.
+        accumulate: how many micro-batches make a batch.
+        group: the processes that have its other rows, and the same parameters; None: this one has all rows.
     """
 
-    def __init__(self, run: Run, copies: Copies, accumulate: int):
+    def __init__(self, run: Run, copies: Copies, accumulate: int, group: dist.ProcessGroup | None = None):
         self._moments = {moment: torch.zeros_like(copies.values_N) for moment in moments(run)}
         super().__init__(run, {moment: copies.flat.views(moment_N) for moment, moment_N in self._moments.items()})
-        self._copies = copies
+        self._copies, self._group = copies, group
         self._change = _rule(run.optimizer.kind, copies.values_N.is_cuda)
-        self._sums_N = torch.zeros_like(copies.used_N if accumulate == 1 else copies.values_N)
+        is_sum = accumulate > 1 or group is not None
+        self._sums_N = torch.zeros_like(copies.values_N if is_sum else copies.used_N)
         self.gradients = copies.flat.views(self._sums_N)
         self._is_empty = True
 
@@ -53,6 +56,8 @@ class FlatOptimizer(Optimizer):
 
     def norm(self) -> torch.Tensor:
         """See `Optimizer.norm`."""
+        if self._group is not None:
+            dist.all_reduce(self._sums_N, group=self._group)
         return torch.linalg.vector_norm(self._sums_N, dtype=torch.float32)
 
     def _update(self, shrink: torch.Tensor | None) -> None:

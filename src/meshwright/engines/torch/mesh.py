@@ -39,6 +39,11 @@ class TorchMesh:
         """How many share the rows of a batch."""
         return self.sizes["data"] * self.sizes["fsdp"]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each process has the whole model: one alone, or replicas."""
+        return self.sizes["fsdp"] == self.sizes["tensor"] == 1
+
     def place(self, axis: str) -> int:
         """Of this process along an axis."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)

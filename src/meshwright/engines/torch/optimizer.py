@@ -71,7 +71,8 @@ class Optimizer(ABC):
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
-        """Of the gradient of the whole model, each number of it counted once."""
+        """Of the gradient of the whole model, each number of it counted once; to be called once a batch, as what other
+        processes have of the gradient is added here."""
 
     def step(self, shrink: torch.Tensor | None) -> None:
         """One update, in place, after which there is no gradient.

@@ -1,6 +1,7 @@
 """The model of a run on its mesh: cut, sharded, and filled; and where each of its parameters lies.
 
-Tensor parallelism cuts first, then FSDP2 shards what each process has, a block at a time; replicas are FSDP2's, too.
+Tensor parallelism cuts first, then FSDP2 shards what each process has, a block at a time; replicas of shares are
+FSDP2's, too. Where each process has the whole model, it is left as it is, and gradients are added up by the optimizer.
 """
 
 from collections.abc import Iterator
@@ -70,14 +71,14 @@ class Placed:
         kind = WholeModel if spec.family == ANY else LossModel
         memory = torch.cuda.get_device_properties(mesh.device).total_memory if on_gpu else None
         self.module = kind(model, spec, mesh.tensor, score_chunk(memory, spec.vocab_size // mesh.sizes["tensor"]))
-        if mesh.mesh is not None:
+        if not mesh.is_whole:
             self._shard(blocks)
         _materialize(model, mesh.device)
         found = tensors_of_model(model)
         self.is_matrix = {n: len(self.names.theirs.get(n, "ab")) >= 2 for n, t in found.items() if t.requires_grad}
         """Of those that are trained, whether each is a matrix in a checkpoint; weight decay is for these."""
         self.copies: Copies | None = None
-        if mesh.mesh is None and self.dtype != torch.float32:
+        if mesh.is_whole and self.dtype != torch.float32:
             self.copies = Copies(model, self.dtype, {name for name, decays in self.is_matrix.items() if decays})
         """What the module computes with, where that isn't what is stored."""
         self.tensors = {**found, **(self.copies.stored if self.copies else {})}

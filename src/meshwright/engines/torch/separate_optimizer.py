@@ -6,7 +6,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from meshwright.config import Run
-from meshwright.engines.torch.collectives import reduced
+from meshwright.engines.torch.collectives import add_up, reduced
 from meshwright.engines.torch.optimizer import EPS, Optimizer, moments
 from meshwright.engines.torch.plan import Placed, is_cut, own
 
@@ -53,12 +53,11 @@ class SeparateOptimizer(Optimizer):
             name: torch.zeros_like(own(p)) if p.grad is None else own(p.grad)
             for name, p in self._placed.parameters.items()
         }
-        tensor = self._placed.mesh.tensor
-        if tensor is not None:  # what isn't cut has a part of its gradient in each process
-            parts = [found[name].flatten() for name in self._everywhere]
-            summed = reduced(torch.cat(parts), tensor.group).split([len(part) for part in parts])
-            for name, part in zip(self._everywhere, summed, strict=True):
-                found[name] = part.view_as(found[name]).clone()
+        mesh = self._placed.mesh
+        if mesh.is_whole and mesh.batch_group is not None:  # elsewhere FSDP2 does it
+            add_up(list(found.values()), mesh.batch_group)
+        if mesh.tensor is not None:  # what isn't cut has a part of its gradient in each process
+            add_up([found[name] for name in self._everywhere], mesh.tensor.group)
         return found
 
     def _update(self, shrink: torch.Tensor | None) -> None:
