@@ -33,6 +33,7 @@ LAYOUTS = {
     "ddp 2": Layout({"data": 2}),
     "fsdp 2": Layout({"fsdp": 2}),
     "tensor 2": Layout({"tensor": 2}),
+    "ddp 2, accumulation 2": Layout({"data": 2}, 2),
     "fsdp 2, accumulation 2": Layout({"fsdp": 2}, 2),
     "tensor 2, accumulation 2": Layout({"tensor": 2}, 2),
     "fsdp 4": Layout({"fsdp": 4}),
@@ -59,6 +60,9 @@ RESTORED = [
     ("llama", "tensor 2", "from fsdp 4"),
     ("gpt2", "fsdp 2", "from fsdp 2 x tensor 2"),
     ("qwen2 tied", "ddp 2", "from ddp 2 x tensor 2"),
+    ("llama", "ddp 2", "from fsdp 2"),
+    ("qwen2", "fsdp 2", "from ddp 2"),
+    ("gpt2", "tensor 2", "from ddp 2"),
 ]
 """Families, the layouts that go on, and those that they go on from."""
 _SAVED = [f"{family}/{other.removeprefix('from ')}" for family, _, other in RESTORED]

@@ -124,6 +124,22 @@ def test_killed_anywhere_goes_on_bit_for_bit(tmp_path, workers):
     assert len(losses(tmp_path / "whole")) == 40
 
 
+def test_a_run_of_replicas_in_bfloat16_is_evaluated_and_exported(tmp_path):
+    more = {"launch": {"kind": "processes", "workers": 2}, "mesh": {"data": 2}}
+    train = {"compute_dtype": "bfloat16", "micro_batch_size": 2, "eval_every": 6}
+    write_run(tmp_path / "run.toml", values(tmp_path, **more, train=train))
+    done = meshwright("train", "run.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 x cpu, bfloat16; data 2" in done.stdout
+    found = losses(tmp_path)
+    assert found[12][0] < found[1][0] - 0.3
+    run = mw.open_run(tmp_path / "runs" / "tiny")
+    recorded, evaluated = run.evaluations()["val_loss"][-1], run.evaluate()["val_loss"]
+    assert evaluated == pytest.approx(recorded, abs=1e-5)
+    exported = run.export(tmp_path / "out")
+    assert any("transformers" in line and "largest difference" in line for line in exported.proof)
+
+
 @pytest.mark.slow
 def test_a_state_is_gone_on_from_on_another_mesh_and_seen_to_be(tmp_path):
     more = {"model": LLAMA, "checkpoint": {"every": 6}}
