@@ -1,4 +1,4 @@
-"""The PyTorch engine: a model of `transformers`, whole or in parts (FSDP2, tensor parallelism); state stays on the device."""
+"""The PyTorch engine: models of `transformers`, as replicas, in shares (FSDP2) or cut; state stays on the device."""
 
 import math
 import os
