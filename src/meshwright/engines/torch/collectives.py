@@ -93,11 +93,9 @@ def add_up(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Replace each tensor by its sum over the processes of a group; all of them are sent as one.
 
     Arguments:
-        tensors: of one type.
+        tensors: of one type; at least one.
         group: theirs.
     """
-    if not tensors:
-        return
     sent = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(sent, group=group)
     parts = sent.split([tensor.numel() for tensor in tensors])
