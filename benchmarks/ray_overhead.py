@@ -16,7 +16,8 @@
 3. Seconds from a kill -9 of a worker to the first new step's record, of worker 1 and of worker 0, which the others join
    at. The aim is under 15 s.
 
-The data is prepared before; each command compiles its programs anew.
+The data is prepared before; each command compiles its programs anew. Python may keep the bytecode of what is imported,
+as it does unless `PYTHONDONTWRITEBYTECODE` is set: each of Ray's processes imports a thousand modules and more.
 """
 
 import argparse
@@ -215,10 +216,13 @@ def beside_each_other(folder: Path, setting: str, seconds: float, rounds: int, t
     means: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds):
         with contextlib.ExitStack() as stack:
-            commands = {}
-            for way, kind in WAYS.items():
-                command = start(folder, setting, f"{way.replace(' ', '-')}-{seconds}-{number}", kind, size, 10**6)
-                commands[way] = stack.enter_context(command)
+            commands = {
+                way: stack.enter_context(
+                    start(folder, setting, f"{way.replace(' ', '-')}-{seconds}-{number}", kind, size, 10**6)
+                )
+                for way, kind in WAYS.items()
+            }
+            for command in commands.values():
                 command.wait_for(lambda command=command: len(command.records()) > WARM_UP)
             found = in_turns(commands, turns)
         for way in WAYS:
@@ -326,6 +330,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="a worker with a GPU; no starts and no kills")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # no stopped process is left behind
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     measured_on, began = machine("jax", "ray", "flax", "orbax-checkpoint"), time.perf_counter()
