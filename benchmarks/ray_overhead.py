@@ -11,6 +11,8 @@
    can't be told from nothing. What Ray does less often than every four seconds is mostly left out: it falls due while
    it is stopped, and is done before the steps that count. Once two workers share the cores, but for two that are left
    to Ray's own processes where there are more; and once one worker computes in one thread. The aim is under 1%.
+   After them the bare ones end, and those under Ray go on, for turns with and without all other processes of Ray, which
+   are stopped: what these cost is told from the steps of one and the same workers.
 2. Seconds from the command to the first step's record: bare, with a cluster that the command starts, and on one that
    runs already, each by itself.
 3. Seconds from a kill -9 of a worker to the first new step's record, of worker 1 and of worker 0, which the others join
@@ -31,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +124,10 @@ class Command:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Have it save and end."""
         self.go_on()
         if self._process.poll() is None:
             self._process.terminate()
@@ -149,14 +155,14 @@ class Command:
             time.sleep(0.01)
         return time.perf_counter()
 
-    def end(self) -> None:
+    def wait(self) -> None:
         """Wait for the end of all steps."""
         if self._process.wait(PATIENCE):
             self.check()
 
-    def stop(self) -> None:
-        """Stop all processes of the command until they `go_on`."""
-        self._stopped |= set(family(self._process.pid))
+    def stop(self, but: Sequence[int] = ()) -> None:
+        """Stop all processes of the command, but for some process ids, until they `go_on`."""
+        self._stopped |= set(family(self._process.pid)) - set(but)
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -204,32 +210,56 @@ def start(folder: Path, setting: str, name: str, kind: str, size: int, steps: in
 def size_for(folder: Path, setting: str, seconds: float) -> int:
     """The batch size whose steps take about so long, bare."""
     with start(folder, setting, f"size-{seconds}", WAYS["bare"], FIRST_SIZE, 60) as command:
-        command.end()
+        command.wait()
         times = [record["step_seconds"] for record in command.records() if "step_seconds" in record]
     multiple = SETTINGS[setting].multiple
     return max(multiple * round(FIRST_SIZE * seconds / statistics.median(times) / multiple), multiple)
 
 
-def beside_each_other(folder: Path, setting: str, seconds: float, rounds: int, turns: int) -> dict[str, Any]:
-    """Step times of all ways."""
-    size = size_for(folder, setting, seconds)
-    means: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds):
+class Case:
+    """Steps of a setting that take about so long, bare and under Ray; a round adds to its figures."""
+
+    def __init__(self, folder: Path, setting: str, seconds: float) -> None:
+        self.setting, self.seconds = setting, seconds
+        self._folder, self._size = folder, size_for(folder, setting, seconds)
+        self._means: dict[str, list[float]] = {way: [] for way in WAYS}
+        self._others: list[float] = []
+
+    def round(self, number: int, turns: int) -> None:
+        """Start all ways, and have them take turns."""
         with contextlib.ExitStack() as stack:
             commands = {
-                way: stack.enter_context(
-                    start(folder, setting, f"{way.replace(' ', '-')}-{seconds}-{number}", kind, size, 10**6)
-                )
+                way: stack.enter_context(self._start(f"{way.replace(' ', '-')}-{number}", kind))
                 for way, kind in WAYS.items()
             }
             for command in commands.values():
                 command.wait_for(lambda command=command: len(command.records()) > WARM_UP)
             found = in_turns(commands, turns)
+            ray = commands.pop("ray")
+            ray.go_on()
+            for command in commands.values():
+                command.end()
+            self._others.append(cost_of_others(ray, SETTINGS[self.setting].workers, turns))
         for way in WAYS:
-            means[way].append(statistics.mean(found[way]))
-        shown = ", ".join(f"{way} {means[way][-1] * 1e3:.2f} ms" for way in WAYS)
-        print(f"{setting}, {seconds} s, round {number}: {shown}", flush=True)
-    return figures_of(size, turns, means)
+            self._means[way].append(statistics.mean(found[way]))
+        shown = ", ".join(f"{way} {self._means[way][-1] * 1e3:.2f} ms" for way in WAYS)
+        shown += f", Ray's other processes {self._others[-1]:+.2%}"
+        print(f"{self.setting}, {self.seconds} s, round {number}: {shown}", flush=True)
+
+    def _start(self, name: str, kind: str) -> Command:
+        return start(self._folder, self.setting, f"{name}-{self.seconds}", kind, self._size, 10**6)
+
+    def figures(self) -> dict[str, Any]:
+        """Of all rounds; a step under Ray is set against the mean of the two bare ones."""
+        means = self._means
+        bare = [(one + other) / 2 for one, other in zip(means["bare"], means["bare again"], strict=True)]
+        return {
+            "batch_size": self._size,
+            **{f"{way.replace(' ', '_')}_step_s": summary(means[way]) for way in WAYS},
+            "overhead": beyond(means["ray"], bare),
+            "bare_again_beside_bare": beyond(means["bare again"], means["bare"]),
+            "other_processes_of_ray": summary(self._others),
+        }
 
 
 def in_turns(commands: dict[str, Command], turns: int) -> dict[str, list[float]]:
@@ -239,28 +269,36 @@ def in_turns(commands: dict[str, Command], turns: int) -> dict[str, list[float]]
     found: dict[str, list[float]] = {way: [] for way in commands}
     for _ in range(turns):
         for way, command in commands.items():
-            before = len(command.records())
             command.go_on()
-            time.sleep(TURN_SECONDS)
-            command.check()
+            found[way].append(step_of_a_turn(command))
             command.stop()
-            times = [record["step_seconds"] for record in command.records()[before + FIRST_OF_TURN :]]
-            found[way].append(statistics.mean(times))
     return found
 
 
-def figures_of(size: int, turns: int, means: dict[str, list[float]]) -> dict[str, Any]:
-    """What is written of a setting's rounds; a step under Ray is set against the mean of the two bare ones."""
-    bare = [(one + other) / 2 for one, other in zip(means["bare"], means["bare again"], strict=True)]
-    return {
-        "batch_size": size,
-        "turns": turns,
-        **{f"{way.replace(' ', '_')}_step_s": summary(means[way]) for way in WAYS},
-        "overhead": summary([ray / one - 1 for ray, one in zip(means["ray"], bare, strict=True)]),
-        "bare_again_beside_bare": summary(
-            [again / one - 1 for again, one in zip(means["bare again"], means["bare"], strict=True)]
-        ),
-    }
+def cost_of_others(command: Command, workers: int, turns: int) -> float:
+    """By what share a step of the workers takes longer with Ray's other processes than without."""
+    processes = [command.worker(rank) for rank in range(workers)]
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(turns):
+        for alone in found:
+            command.go_on()
+            if alone:
+                command.stop(but=processes)
+            found[alone].append(step_of_a_turn(command))
+    return statistics.mean(found[False]) / statistics.mean(found[True]) - 1
+
+
+def step_of_a_turn(command: Command) -> float:
+    """The mean step time of the next seconds."""
+    before = len(command.records())
+    time.sleep(TURN_SECONDS)
+    command.check()
+    return statistics.mean(record["step_seconds"] for record in command.records()[before + FIRST_OF_TURN :])
+
+
+def beyond(ones: list[float], others: list[float]) -> dict[str, Any]:
+    """By what share the ones take longer than the others, round by round."""
+    return summary([one / other - 1 for one, other in zip(ones, others, strict=True)])
 
 
 def summary(values: list[float]) -> dict[str, Any]:
@@ -321,7 +359,7 @@ def recovery(folder: Path, rank: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure, write the results, print them."""
+    """Measure, write the results after each round, print them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3)
@@ -341,25 +379,29 @@ def main() -> None:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN_FILE)
         subprocess.run([*MAIN, "prepare", "run.toml"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        settings = ON_GPU if arguments.gpu else ON_CPU
-        steps = {setting: steps_beside_each_other(folder, setting, arguments) for setting in settings}
-        figures: dict[str, Any] = {"steps_of_s": steps}
+        figures: dict[str, Any] = {}
         if not arguments.gpu:
             figures["to_first_step_s"] = to_first_step(folder, arguments.starts)
             killed = {f"worker_{rank}": summary(recovery(folder, rank, arguments.starts)) for rank in (1, 0)}
             figures["kill_to_first_new_step_s"] = killed
-    figures["took_s"] = time.perf_counter() - began
+        cases = [
+            Case(folder, setting, seconds)
+            for setting in (ON_GPU if arguments.gpu else ON_CPU)
+            for seconds in arguments.targets
+        ]
+        for number in range(arguments.rounds):
+            for case in cases:
+                case.round(number, arguments.turns)
+            figures["steps_of_s"] = {case.setting: figures_of(cases, case.setting) for case in cases}
+            figures["took_s"] = time.perf_counter() - began
+            if not arguments.dry:
+                write_results("ray_overhead_gpu" if arguments.gpu else "ray_overhead", measured_on, figures)
     print(json.dumps(figures, indent=1))
-    if not arguments.dry:
-        print(write_results("ray_overhead_gpu" if arguments.gpu else "ray_overhead", measured_on, figures))
 
 
-def steps_beside_each_other(folder: Path, setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Step times of all ways, for each of the targets."""
-    return {
-        f"{seconds:g}": beside_each_other(folder, setting, seconds, arguments.rounds, arguments.turns)
-        for seconds in arguments.targets
-    }
+def figures_of(cases: list[Case], setting: str) -> dict[str, Any]:
+    """Of a setting's cases, by the time that their steps are to take."""
+    return {f"{case.seconds:g}": case.figures() for case in cases if case.setting == setting}
 
 
 if __name__ == "__main__":
