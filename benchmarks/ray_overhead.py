@@ -1,6 +1,7 @@
 """What Ray costs: step time, time to the first step, and time to go on after a worker is killed.
 
-    python benchmarks/ray_overhead.py                 writes results/ray_overhead.json; takes an hour
+    python benchmarks/ray_overhead.py                 writes results/ray_overhead.json and, of 2. and 3., which it does
+                                                      first, results/ray_start.json; takes an hour
     python benchmarks/ray_overhead.py --gpu           just 1., of a worker with a GPU: results/ray_overhead_gpu.json
 
 1. Step time of CPU workers under Ray Train (`launch.kind = "ray"`) beside the same processes bare
@@ -11,8 +12,6 @@
    can't be told from nothing. What Ray does less often than every four seconds is mostly left out: it falls due while
    it is stopped, and is done before the steps that count. Once two workers share the cores, but for two that are left
    to Ray's own processes where there are more; and once one worker computes in one thread. The aim is under 1%.
-   After them the bare ones end, and those under Ray go on, for turns with and without all other processes of Ray, which
-   are stopped: what these cost is told from the steps of one and the same workers.
 2. Seconds from the command to the first step's record: bare, with a cluster that the command starts, and on one that
    runs already, each by itself.
 3. Seconds from a kill -9 of a worker to the first new step's record, of worker 1 and of worker 0, which the others join
@@ -33,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,10 +123,6 @@ class Command:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Have it save and end."""
         self.go_on()
         if self._process.poll() is None:
             self._process.terminate()
@@ -160,9 +155,9 @@ class Command:
         if self._process.wait(PATIENCE):
             self.check()
 
-    def stop(self, but: Sequence[int] = ()) -> None:
-        """Stop all processes of the command, but for some process ids, until they `go_on`."""
-        self._stopped |= set(family(self._process.pid)) - set(but)
+    def stop(self) -> None:
+        """Stop all processes of the command until they `go_on`."""
+        self._stopped |= set(family(self._process.pid))
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -223,7 +218,6 @@ class Case:
         self.setting, self.seconds = setting, seconds
         self._folder, self._size = folder, size_for(folder, setting, seconds)
         self._means: dict[str, list[float]] = {way: [] for way in WAYS}
-        self._others: list[float] = []
 
     def round(self, number: int, turns: int) -> None:
         """Start all ways, and have them take turns."""
@@ -235,15 +229,9 @@ class Case:
             for command in commands.values():
                 command.wait_for(lambda command=command: len(command.records()) > WARM_UP)
             found = in_turns(commands, turns)
-            ray = commands.pop("ray")
-            ray.go_on()
-            for command in commands.values():
-                command.end()
-            self._others.append(cost_of_others(ray, SETTINGS[self.setting].workers, turns))
         for way in WAYS:
             self._means[way].append(statistics.mean(found[way]))
         shown = ", ".join(f"{way} {self._means[way][-1] * 1e3:.2f} ms" for way in WAYS)
-        shown += f", Ray's other processes {self._others[-1]:+.2%}"
         print(f"{self.setting}, {self.seconds} s, round {number}: {shown}", flush=True)
 
     def _start(self, name: str, kind: str) -> Command:
@@ -258,7 +246,6 @@ class Case:
             **{f"{way.replace(' ', '_')}_step_s": summary(means[way]) for way in WAYS},
             "overhead": beyond(means["ray"], bare),
             "bare_again_beside_bare": beyond(means["bare again"], means["bare"]),
-            "other_processes_of_ray": summary(self._others),
         }
 
 
@@ -273,19 +260,6 @@ def in_turns(commands: dict[str, Command], turns: int) -> dict[str, list[float]]
             found[way].append(step_of_a_turn(command))
             command.stop()
     return found
-
-
-def cost_of_others(command: Command, workers: int, turns: int) -> float:
-    """By what share a step of the workers takes longer with Ray's other processes than without."""
-    processes = [command.worker(rank) for rank in range(workers)]
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(turns):
-        for alone in found:
-            command.go_on()
-            if alone:
-                command.stop(but=processes)
-            found[alone].append(step_of_a_turn(command))
-    return statistics.mean(found[False]) / statistics.mean(found[True]) - 1
 
 
 def step_of_a_turn(command: Command) -> float:
@@ -359,14 +333,13 @@ def recovery(folder: Path, rank: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure, write the results after each round, print them."""
+    """Measure, and write the results after each round."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--turns", type=int, default=8, help="of each way in a round")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.1, 0.3])
     parser.add_argument("--gpu", action="store_true", help="a worker with a GPU; no starts and no kills")
-    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # no stopped process is left behind
@@ -379,11 +352,12 @@ def main() -> None:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN_FILE)
         subprocess.run([*MAIN, "prepare", "run.toml"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        figures: dict[str, Any] = {}
         if not arguments.gpu:
-            figures["to_first_step_s"] = to_first_step(folder, arguments.starts)
-            killed = {f"worker_{rank}": summary(recovery(folder, rank, arguments.starts)) for rank in (1, 0)}
-            figures["kill_to_first_new_step_s"] = killed
+            found = {"to_first_step_s": to_first_step(folder, arguments.starts)}
+            found["kill_to_first_new_step_s"] = {
+                f"worker_{rank}": summary(recovery(folder, rank, arguments.starts)) for rank in (1, 0)
+            }
+            print(write_results("ray_start", measured_on, found))
         cases = [
             Case(folder, setting, seconds)
             for setting in (ON_GPU if arguments.gpu else ON_CPU)
@@ -392,11 +366,10 @@ def main() -> None:
         for number in range(arguments.rounds):
             for case in cases:
                 case.round(number, arguments.turns)
-            figures["steps_of_s"] = {case.setting: figures_of(cases, case.setting) for case in cases}
-            figures["took_s"] = time.perf_counter() - began
-            if not arguments.dry:
-                write_results("ray_overhead_gpu" if arguments.gpu else "ray_overhead", measured_on, figures)
-    print(json.dumps(figures, indent=1))
+            steps = {case.setting: figures_of(cases, case.setting) for case in cases}
+            figures = {"turns": arguments.turns, "steps_of_s": steps, "took_s": time.perf_counter() - began}
+            path = write_results("ray_overhead_gpu" if arguments.gpu else "ray_overhead", measured_on, figures)
+    print(path)
 
 
 def figures_of(cases: list[Case], setting: str) -> dict[str, Any]:

@@ -289,8 +289,8 @@ def gpu_qlora(results: dict[str, Any]) -> str:
     return table(["", "a step, ms", "tokens/s", "at the start, GiB", "peak, GiB"], rows)
 
 
-def ray_overhead(results: dict[str, Any]) -> str:
-    """Steps under Ray beside bare ones, and what starting takes."""
+def ray_start(results: dict[str, Any]) -> str:
+    """What starting under Ray takes, and starting again."""
     starts, found = [], results["to_first_step_s"]
     for way, name in (
         ("bare", "command to first step, bare"),
@@ -300,10 +300,10 @@ def ray_overhead(results: dict[str, Any]) -> str:
         starts.append([name, f"{found[way]['median']:.1f}"])
     for worker, found in results["kill_to_first_new_step_s"].items():
         starts.append([f"kill of {worker.replace('_', ' ')} to the first new step", f"{found['median']:.1f}"])
-    return f"{ray_overhead_gpu(results)}\n\n{table(['', 's'], starts)}"
+    return table(["", "s"], starts)
 
 
-def ray_overhead_gpu(results: dict[str, Any]) -> str:
+def ray_overhead(results: dict[str, Any]) -> str:
     """Steps under Ray beside bare ones."""
     rows = []
     for setting, targets in results["steps_of_s"].items():
@@ -312,6 +312,11 @@ def ray_overhead_gpu(results: dict[str, Any]) -> str:
             differ = [_spread(figures[name]) for name in ("overhead", "bare_again_beside_bare")]
             rows.append([setting, f"{(bare + again) / 2:.1f}", f"{ray:.1f}", *differ])
     return table(["", "a step, bare, ms", "under Ray, ms", "difference", "of a second bare one"], rows)
+
+
+def ray_overhead_gpu(results: dict[str, Any]) -> str:
+    """The same of a worker with a GPU."""
+    return ray_overhead(results)
 
 
 def _spread(found: dict[str, Any]) -> str:
@@ -350,6 +355,7 @@ MAKERS = (
     decode_parts,
     ray_overhead,
     ray_overhead_gpu,
+    ray_start,
     start,
 )
 """In the order of the page."""
