@@ -36,6 +36,20 @@ def test_news_come_once_and_in_order():
     assert 0 <= news.silence < 5
 
 
+def test_workers_that_lose_their_places_are_waited_for_anew(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(ray_desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    desk = Desk()
+    assert not desk.news().placed
+    now[0] += 5
+    assert desk.news().silence == 5
+    desk.workers_are(placed=True)
+    now[0] += 7
+    assert desk.news().placed and desk.news().silence == 7
+    desk.workers_are(placed=False)
+    assert not desk.news().placed and desk.news().silence == 0
+
+
 def test_a_console_of_a_worker_has_the_drivers_called(monkeypatch):
     desk, moving, measured = Desk(), [], []
     gauges = {key: SimpleNamespace(set=partial(lambda *call: measured.append(call), key)) for key in ("step", "loss")}

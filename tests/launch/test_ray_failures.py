@@ -50,6 +50,12 @@ def begun(training: Training, step: int = 13) -> list[int]:
     return [training.pid(0), training.pid(1)]
 
 
+def saved(training: Training) -> list[int]:
+    """The same, once there is a checkpoint to go on from."""
+    training.until(lambda: any(training.directory.glob("checkpoints/step_*/manifest.json")))
+    return begun(training)
+
+
 def again(training: Training, starts: int, beyond: int) -> None:
     """Wait until its workers have started so often, and are beyond a step."""
     training.until(lambda: training.starts() == starts and training.step > beyond)
@@ -57,7 +63,7 @@ def again(training: Training, starts: int, beyond: int) -> None:
 
 def test_a_worker_and_then_the_coordinator_is_killed(train, unbroken):
     training = train("killed")
-    _, worker = begun(training)
+    _, worker = saved(training)
     os.kill(worker, signal.SIGKILL)
     again(training, starts=2, beyond=23)
     coordinator = training.pid(0)
@@ -67,12 +73,13 @@ def test_a_worker_and_then_the_coordinator_is_killed(train, unbroken):
     assert training.losses == unbroken
     assert training.starts() == 3
     assert training.output.count("the workers start again") == 2 and "(failure 2)" in training.output
+    assert training.output.count("resuming at step") == 2
 
 
 @pytest.mark.slow
 def test_the_driver_is_killed_and_the_same_command_goes_on(train, unbroken):
     first = train("driver")
-    workers = begun(first)
+    workers = saved(first)
     os.kill(first.process.pid, signal.SIGKILL)
     second = train("driver")  # at once, while the workers may still be there
     assert_gone(workers, seconds=20)
@@ -84,10 +91,11 @@ def test_the_driver_is_killed_and_the_same_command_goes_on(train, unbroken):
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_started_again(train, unbroken):
     training = train("hangs", "launch.hang_timeout=6")
-    workers = begun(training)
+    workers = saved(training)
     os.kill(workers[1], signal.SIGSTOP)
     again(training, starts=2, beyond=13)
     assert "no step was finished in launch.hang_timeout = 6 s" in training.output
+    assert "resuming at step" in training.output
     assert training.end() == 0, training.output
     assert training.losses == unbroken
     assert_gone(workers, seconds=5)
@@ -121,7 +129,7 @@ def test_a_cluster_without_a_place_for_all_is_not_asked_for_ever(train):
     training = train("no-place", "launch.workers=3", "launch.start_timeout=8")
     assert training.end(seconds=60) == 1
     last = training.output.splitlines()[-1]
-    assert last.startswith("error: launch.start_timeout = 8: 3 workers of 1 CPU each found no place in that time")
+    assert last.startswith("error: launch.start_timeout = 8: 3 workers of 1 CPU each found no place, or ")
     assert "the cluster has 3 nodes (1 CPU; 1 CPU; nothing), of which 2 CPU are free" in last
 
 
@@ -133,9 +141,10 @@ def test_the_object_store_of_the_head_is_full(train, cluster, unbroken):
     try:
         assert filler.stdout is not None and filler.stdout.readline() == "full\n"
         training = train("full")
-        workers = begun(training)
+        workers = saved(training)
         os.kill(workers[1], signal.SIGKILL)
         assert training.end() == 0, training.output
+        assert "resuming at step" in training.output
         assert is_alive(filler.pid)
     finally:
         filler.kill()
@@ -156,12 +165,12 @@ time.sleep(300)
 @pytest.mark.slow
 def test_a_node_is_lost_and_another_comes(train, cluster, unbroken):
     training = train("node")
-    begun(training)
+    saved(training)
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     time.sleep(2)
     add_node(cluster, 5)
     assert training.end() == 0, training.output
-    assert training.starts() == 2
+    assert training.starts() == 2 and "resuming at step" in training.output
     assert training.losses == unbroken
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from helpers import run_values
@@ -131,3 +132,11 @@ def test_a_worker_without_the_card_that_it_was_to_have(monkeypatch):
         UserError, match=r"PyTorch has the platform cpu where gpu was asked for \(on the node 10\.0\.0\.7\)"
     ):
         check_devices(task, Found("PyTorch", 1, 1, "cpu"), ALONE)
+    slices = Task("", "", None, "tpu", 1, 1, "")
+    check_devices(slices, Found("JAX", 1, 1, "tpu"), ALONE)
+    with pytest.raises(UserError, match=r"JAX has the platform cpu where tpu was asked for"):
+        check_devices(slices, Found("JAX", 1, 1, "cpu"), ALONE)
+    with pytest.raises(
+        UserError, match=r"JAX has 1 processes where 2 were asked for, 4 devices of a process where 1 were"
+    ):
+        check_devices(slices, Found("JAX", 1, 4, "tpu"), SimpleNamespace(size=2, gather=lambda value, name: [value]))

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -18,9 +19,12 @@ from ray_runs import SLOWLY, Training, add_node, assert_gone, cluster_of, write
 from meshwright.config import Run, make_run
 from meshwright.errors import UserError
 from meshwright.launch import ray_train, ray_worker
-from meshwright.launch.ray_scaling import Scale, scale_of
+from meshwright.launch.ray_desk import News
+from meshwright.launch.ray_scaling import Scale, scale_of, what_is_there
 from meshwright.launch.ray_train import worker_environment
 from meshwright.launch.ray_worker import Task, with_the_same_micro_batches
+from meshwright.signals import Stop
+from meshwright.track.console import PlainConsole
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +264,13 @@ def a_run(**launch) -> Run:
             [{"TPU": 4}],
             r"launch\.workers = 3: must be a multiple of the 2 workers of a slice",
         ),
-        ({"accelerator": "TPU-V4", "devices_per_worker": 1}, [{"TPU": 4}], Scale("tpu", 1, 1, 1, {"TPU": 1})),
-        ({"accelerator": "TPU-V4"}, [{"TPU": 4}], Scale("tpu", 1, 1, 4, {"TPU": 4})),
+        (
+            {"accelerator": "TPU-V4", "devices_per_worker": 1},
+            [{"TPU": 4}],
+            Scale("tpu", 1, 1, 1, {"TPU": 1}, "TPU-V4"),
+        ),
+        ({"accelerator": "TPU-V4"}, [{"TPU": 4}], Scale("tpu", 1, 1, 4, {"TPU": 4}, "TPU-V4")),
+        ({}, [{"CPU": 24, "TPU": 4}], r"the cluster has TPUs, and launch\.accelerator doesn't say which; set it"),
         ({"accelerator": "TPU-V4", "workers": 2}, [{"TPU": 4}], r"launch\.workers = 2: needs launch\.topology"),
     ],
 )
@@ -274,9 +283,41 @@ def test_workers_fit_the_cluster(monkeypatch, launch, nodes, expected):
             scale_of(a_run(**launch), nodes)
 
 
-def test_a_cluster_of_gpus_may_train_on_its_cpus(monkeypatch):
+@pytest.mark.parametrize("accelerators", ["GPU", "TPU"])
+def test_a_cluster_of_accelerators_may_train_on_its_cpus(monkeypatch, accelerators):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert scale_of(a_run(), [{"CPU": 4, "GPU": 4}]).platform == "cpu"
+    assert scale_of(a_run(), [{"CPU": 4, accelerators: 4}]).platform == "cpu"
+
+
+def test_what_is_asked_for_and_what_is_there_name_the_accelerator(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    node = {"CPU": 32.0, "GPU": 8.0, "accelerator_type:A100": 1.0, "node:10.0.0.1": 1.0}
+    scale = scale_of(a_run(accelerator="H100", workers=2, devices_per_worker=8), [node])
+    assert scale.asked_for == "2 workers of 1 CPU, 8 GPU (H100) each"
+    assert what_is_there([node], {"CPU": 32.0}) == "1 nodes (32 CPU, 8 GPU (A100)), of which 32 CPU are free"
+    slices = scale_of(a_run(topology="2x2x2", accelerator="TPU-V4"), [])
+    assert slices.asked_for == "2 workers of 1 CPU, 4 TPU (TPU-V4 2x2x2) each"
+
+
+@pytest.mark.parametrize(
+    ("silence", "placed", "gives_up"), [(299.0, False, False), (301.0, False, True), (301.0, True, False)]
+)
+def test_workers_that_have_a_place_are_not_said_to_find_none(silence, placed, gives_up):
+    """One that hangs with all its threads is Ray's to find out, and to start again."""
+    news, ended = News(silence=silence, placed=placed), iter([True, False])
+    ray = SimpleNamespace(
+        get=lambda found: found, exceptions=SimpleNamespace(RayError=OSError), nodes=list, available_resources=dict
+    )
+    desk = SimpleNamespace(news=SimpleNamespace(remote=lambda: news))
+    fit = SimpleNamespace(is_alive=lambda: next(ended))
+    attend = partial(ray_train._attend, ray, a_run(), Scale("cpu", 2, 2, 1), desk, fit, PlainConsole(), Stop())
+    if not gives_up:
+        assert attend()
+        return
+    with pytest.raises(
+        UserError, match=r"launch\.start_timeout = 300: 2 workers of .* found no place, or didn't start"
+    ):
+        attend()
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ import socket
 from pathlib import Path
 
 import pytest
+from helpers import object_store
 from processes import run_processes
 
 from meshwright.errors import UserError
 from meshwright.launch import shared_storage
 from meshwright.launch.group import ALONE, Group
-from meshwright.launch.shared_storage import check_seen, check_shared
+from meshwright.launch.shared_storage import check_same_store, check_seen, check_shared
+from meshwright.storage.store import Store
 
 
 def checked(group: Group, layouts: list[list[str]]) -> list[str]:
@@ -51,6 +53,52 @@ def test_three_workers(tmp_path):
         f"run_dir = 'runs/x': can't be written to by worker 1 ({host}) at {tmp_path}/e/runs/x: Not a directory"
     )
     assert not list((tmp_path / "c/runs/x").glob(".*"))
+
+
+def checked_stores(group: Group, layouts: list[list[str]], denied: int) -> list[str]:
+    stores = [Store(urls[group.rank]) for urls in layouts]
+    heard = [of_store(store, group) for store in stores]
+    if group.rank == denied:
+        stores[0].write = no_writing
+    return [*heard, of_store(stores[0], group)]
+
+
+def no_writing(name: str, content: bytes) -> None:
+    raise PermissionError("Access Denied")
+
+
+def of_store(store: Store, group: Group) -> str:
+    try:
+        check_same_store(store, group)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_three_workers_of_an_object_store(monkeypatch):
+    """One place for all, one that is apart, and one that may not be written to."""
+    import boto3
+
+    here, there = "s3://runs/x", "s3://elsewhere/x"
+    with object_store() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        for bucket in ("runs", "elsewhere"):
+            boto3.client("s3").create_bucket(Bucket=bucket)
+        layouts = [[here, here, here], [here, there, here]]
+        first, second, third = run_processes(checked_stores, workers=3, arguments=(layouts, 2))
+        assert [Store(url).names() for url in (here, there)] == [[], []]
+    host = socket.gethostname()
+    apart = (
+        f": isn't one place for all: that of worker 0 ({host}) isn't seen by worker 1 ({host}); see that the "
+        "environment of each has the same endpoint and account"
+    )
+    unwritable = (
+        f"run_dir = {here!r}: can't be written to by worker 2 ({host}): Access Denied; give it credentials with which "
+        "it may write"
+    )
+    assert first == third == ["", f"run_dir = {here!r}{apart}", unwritable]
+    assert second == ["", f"run_dir = {there!r}{apart}", unwritable]
 
 
 def test_alone_there_is_nothing_to_check(tmp_path):

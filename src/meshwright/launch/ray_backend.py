@@ -25,6 +25,9 @@ _ASK_SECONDS = 2.0
 class JaxProcesses(JaxConfig):
     """Ray Train's backend of a run of the JAX engine."""
 
+    desk: Any = None
+    """The actor `Desk`, which is told of whether the workers have their places."""
+
     @property
     def backend_cls(self) -> type[Backend]:
         """See `JaxConfig`."""
@@ -51,6 +54,7 @@ class ProcessesBackend(Backend):
                 for index in range(size)
             ]
         )
+        ray.get(backend_config.desk.workers_are.remote(placed=True))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """See `Backend`. Workers that are all at work are to be moved, to more nodes or fewer: they save first."""
@@ -59,6 +63,8 @@ class ProcessesBackend(Backend):
                 ray.get(
                     worker_group.execute_async(ray_worker.move, _STOP_SECONDS), timeout=_STOP_SECONDS + _ASK_SECONDS
                 )
+        with suppress(ray.exceptions.RayError):  # its driver may be gone
+            ray.get(backend_config.desk.workers_are.remote(placed=False))
 
 
 def _place_key() -> tuple[str, int]:

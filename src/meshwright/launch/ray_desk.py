@@ -46,6 +46,8 @@ class News:
     failure: Failure | None = None
     silence: float = 0.0
     """Seconds since a worker was last heard of."""
+    placed: bool = False
+    """Whether all workers have a place and have been started there."""
 
 
 class Desk:
@@ -56,6 +58,7 @@ class Desk:
         self._failure: Failure | None = None
         self._open = True
         self._stop = 0
+        self._placed = False
         self._heard = time.monotonic()
         self._beats: Counter[int] = Counter()
 
@@ -66,6 +69,10 @@ class Desk:
     def close(self) -> None:
         """Have workers end that are still there, or come to be."""
         self._open = False
+
+    def workers_are(self, placed: bool) -> None:
+        """Note that all workers have their places, or don't any more; from then on they are waited for anew."""
+        self._placed, self._heard = placed, time.monotonic()
 
     def say(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
         """Have the driver's console called; after a failure no more, as what follows from it isn't worth saying."""
@@ -99,7 +106,7 @@ class Desk:
     def news(self) -> News:
         """What has come since the last call."""
         calls, self._calls = self._calls, []
-        return News(calls, self._failure, time.monotonic() - self._heard)
+        return News(calls, self._failure, time.monotonic() - self._heard, self._placed)
 
 
 class DeskConsole:

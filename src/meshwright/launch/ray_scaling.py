@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.config import Run
@@ -24,12 +24,14 @@ class Scale:
     """Of each; 0: what there is."""
     each: Resources = field(default_factory=dict)
     """What Ray sets aside for each."""
+    kind: str = ""
+    """Of accelerator, with the shape of its slice; empty: any."""
 
     @property
     def asked_for(self) -> str:
         """In words."""
         many = str(self.most) if self.fewest == self.most else f"{self.fewest} to {self.most}"
-        return f"{many} workers of {in_words(self.each)} each"
+        return f"{many} workers of {in_words(self.each)}{f' ({self.kind})' if self.kind else ''} each"
 
 
 def scale_of(run: Run, nodes: Sequence[Resources]) -> Scale:
@@ -42,6 +44,11 @@ def scale_of(run: Run, nodes: Sequence[Resources]) -> Scale:
     Raises:
         UserError: the workers can't be known, or can't share the cards.
     """
+    kind = " ".join(word for word in (run.launch.accelerator, run.launch.topology) if word)
+    return replace(_scale_of(run, nodes), kind=kind)
+
+
+def _scale_of(run: Run, nodes: Sequence[Resources]) -> Scale:
     launch = _with_one_device_each(run.launch) if run.engine == "torch" else run.launch
     nodes = [
         node for node in nodes if not launch.accelerator or f"accelerator_type:{launch.accelerator}" in node
@@ -50,6 +57,11 @@ def scale_of(run: Run, nodes: Sequence[Resources]) -> Scale:
         return _tpu(launch, nodes)
     if _on_gpus(launch, nodes):
         return _gpu(launch, nodes)
+    if any(node.get("TPU") for node in nodes) and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise UserError(
+            'launch.kind = "ray": the cluster has TPUs, and launch.accelerator doesn\'t say which; set it, and '
+            "launch.topology for a slice of several hosts, or set JAX_PLATFORMS=cpu in the environment to train on CPUs"
+        )
     with_cpus = [node for node in nodes if node.get("CPU", 0) >= 1]
     many = launch.most or max(len(with_cpus), 1)
     return Scale("cpu", launch.fewest or many, many, launch.devices_per_worker, {"CPU": 1.0})
@@ -78,9 +90,12 @@ def scaling_config(scale: Scale, launch: LaunchSection) -> Any:
 
 
 def in_words(resources: Resources) -> str:
-    """What is to be set aside, or is there: `1 CPU, 2 GPU`."""
+    """What is to be set aside, or is there: `1 CPU, 2 GPU (H200)`."""
     named = {key: value for key, value in resources.items() if key in ("CPU", "GPU", "TPU")}
-    return ", ".join(f"{value:g} {key}" for key, value in named.items()) or "nothing"
+    kinds = ", ".join(sorted(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")))
+    return (", ".join(f"{value:g} {key}" for key, value in named.items()) or "nothing") + (
+        f" ({kinds})" if kinds else ""
+    )
 
 
 def what_is_there(nodes: Sequence[Resources], free: Resources) -> str:
@@ -91,7 +106,8 @@ def what_is_there(nodes: Sequence[Resources], free: Resources) -> str:
 
 def _on_gpus(launch: LaunchSection, nodes: Sequence[Resources]) -> bool:
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    return platforms != "cpu" and (any(node.get("GPU") for node in nodes) or bool(launch.accelerator or platforms))
+    wanted = launch.accelerator or (platforms and "tpu" not in platforms)
+    return platforms != "cpu" and (any(node.get("GPU") for node in nodes) or bool(wanted))
 
 
 def _with_one_device_each(launch: LaunchSection) -> LaunchSection:

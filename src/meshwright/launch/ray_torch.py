@@ -13,6 +13,9 @@ from meshwright.launch.ray_backend import ProcessesBackend
 class TorchProcesses(TorchConfig):
     """Each worker joins by itself: Ray's own way would have it see the cards of all workers of its machine."""
 
+    desk: Any = None
+    """See `JaxProcesses`."""
+
     @property
     def backend_cls(self) -> type[Backend]:
         """See `TorchConfig`."""

@@ -115,7 +115,7 @@ def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts
     directory, name = mark.parent, "" if is_remote(run.run_dir) else mark.name
     environment = worker_environment(run, scale.platform, directory)
     task = Task(run.to_toml(), os.getcwd(), desk, scale.platform, scale.devices, scale.most, name, parts)
-    return _trainer_of(run, scale)(
+    return _trainer_of(run, scale, desk)(
         _Call(train_worker, task),
         scaling_config=scaling_config(scale, run.launch),
         run_config=RunConfig(
@@ -128,14 +128,14 @@ def _make_trainer(run: Run, mark: Path, scale: Scale, desk: Any, job: str, parts
     )
 
 
-def _trainer_of(run: Run, scale: Scale) -> Any:
+def _trainer_of(run: Run, scale: Scale, desk: Any) -> Any:
     """Ray Train's class for the engine, with our own way to start its processes."""
     if run.engine == "jax":
         from ray.train.v2.jax import JaxTrainer
 
         from meshwright.launch.ray_backend import JaxProcesses
 
-        ours = JaxProcesses(use_tpu=scale.platform == "tpu", use_gpu=scale.platform == "gpu")
+        ours = JaxProcesses(use_tpu=scale.platform == "tpu", use_gpu=scale.platform == "gpu", desk=desk)
         return partial(_with_fewer_actors(JaxTrainer), jax_config=ours)
     try:
         from ray.train.v2.torch.torch_trainer import TorchTrainer
@@ -143,7 +143,7 @@ def _trainer_of(run: Run, scale: Scale) -> Any:
         from meshwright.launch.ray_torch import TorchProcesses
     except ModuleNotFoundError as error:
         raise not_installed(error) from None
-    return partial(_with_fewer_actors(TorchTrainer), torch_config=TorchProcesses())
+    return partial(_with_fewer_actors(TorchTrainer), torch_config=TorchProcesses(desk=desk))
 
 
 def _with_fewer_actors(trainer: Any) -> Any:
@@ -213,12 +213,12 @@ def _attend(ray: Any, run: Run, scale: Scale, desk: Any, fit: _Fit, console: Con
             ray.get(desk.ask_to_stop.remote(stop.signal))
         if stop.signal and news.silence > _GONE_SECONDS:
             return False
-        if news.silence > run.launch.start_timeout:
+        if not news.placed and news.silence > run.launch.start_timeout:
             console.close()
             there = what_is_there(_nodes(ray), ray.available_resources())
             raise UserError(
-                f"launch.start_timeout = {run.launch.start_timeout:g}: {scale.asked_for} found no place in that time; "
-                f"the cluster has {there}; ask for less, add nodes, or wait longer"
+                f"launch.start_timeout = {run.launch.start_timeout:g}: {scale.asked_for} found no place, or "
+                f"didn't start, in that time; the cluster has {there}; ask for less, add nodes, or wait longer"
             )
         time.sleep(_POLL_SECONDS)
 

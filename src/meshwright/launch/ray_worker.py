@@ -174,7 +174,7 @@ def check_devices(task: Task, found: joining.Found, group: Group) -> None:
     there = {"processes": found.processes, "devices of a process": found.devices}
     wanted = {"processes": group.size, "devices of a process": task.devices or found.devices}
     differing = [f"{there[key]} {key} where {wanted[key]} were asked for" for key in there if there[key] != wanted[key]]
-    if task.platform not in (found.platform, "tpu") and "JAX_PLATFORMS" not in os.environ:
+    if task.platform != found.platform and "JAX_PLATFORMS" not in os.environ:
         differing.append(f"the platform {found.platform} where {task.platform} was asked for")
     mine = f"{found.framework} has {', '.join(differing)} (on the node {node()})" if differing else ""
     problems = [one for one in group.gather(mine, "devices") if one]

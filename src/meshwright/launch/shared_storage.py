@@ -11,6 +11,10 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.launch.group import Group
+from meshwright.storage.store import Store
+
+SHARED = ".shared"
+"""Where in an object store the workers write to find out whether it is one for all."""
 
 _PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -77,6 +81,58 @@ def check_seen(mark: Path, group: Group) -> None:
             "that the driver and all workers share, by the same path, or an object store (s3://bucket/path, "
             "gs://bucket/path)"
         )
+
+
+def check_same_store(store: Store, group: Group) -> None:
+    """The same of an object store, which each worker reaches by its own environment.
+
+    Arguments:
+        store: the run directory.
+        group: the workers, each calling this.
+
+    Raises:
+        UserError: a worker can't write there, or reaches another store than the first one; the same in every worker.
+    """
+    if group.size == 1:
+        return
+    token = group.broadcast(uuid.uuid4().hex, "shared store").encode()
+    problem = _put(store, group.rank, token)
+    group.barrier("shared store written")
+    others = range(1, group.size) if group.is_primary else [0]
+    missed = [rank for rank in others if not _is_there(store, rank, token)]
+    reports: list[Any] = group.gather([socket.gethostname(), problem, missed], "shared store")
+    if not problem:
+        store.remove([_object_of(group.rank)])
+    if any(problem for _, problem, _ in reports):
+        where = "; ".join(f"{_who(rank, host)}: {what}" for rank, (host, what, _) in enumerate(reports) if what)
+        raise UserError(
+            f"run_dir = {store.url!r}: can't be written to by {where}; give it credentials with which it may write"
+        )
+    apart = [rank for rank, (_, _, missed) in enumerate(reports) if rank and (missed or rank in reports[0][2])]
+    if apart:
+        names = ", ".join(_who(rank, reports[rank][0]) for rank in apart)
+        raise UserError(
+            f"run_dir = {store.url!r}: isn't one place for all: that of {_who(0, reports[0][0])} isn't seen by "
+            f"{names}; see that the environment of each has the same endpoint and account"
+        )
+
+
+def _object_of(rank: int) -> str:
+    return f"{SHARED}/{rank}"
+
+
+def _put(store: Store, rank: int, token: bytes) -> str:
+    try:
+        store.write(_object_of(rank), token)
+    except Exception as error:  # each library has its own
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _is_there(store: Store, rank: int, token: bytes) -> bool:
+    with suppress(Exception):
+        return store.read(_object_of(rank)) == token
+    return False
 
 
 def _write(folder: Path, number: int) -> str:

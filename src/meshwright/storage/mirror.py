@@ -21,13 +21,16 @@ from typing import Any, Self
 from meshwright.checkpoints import MANIFEST, facts_of, is_as_written
 from meshwright.errors import UserError
 from meshwright.launch.group import ALONE, Group
+from meshwright.launch.shared_storage import SHARED, check_same_store
 from meshwright.rundir import HEADER
 from meshwright.storage.lease import Lease
 from meshwright.storage.store import Store, copy_of, is_remote
 
 _CHECKPOINTS, _TRAINING, _RUN_FILE = "checkpoints", ".training", "run.toml"
 _STEP = re.compile(r"step_\d{8,}")
-_OF_THE_COPY = re.compile(r"^workers/compiled/|(^|/)\.(lock|fetching|training|lease\.json)$|\.(partial|new|fetched)$")
+_OF_THE_COPY = re.compile(
+    rf"^workers/compiled/|^{re.escape(SHARED)}/|(^|/)\.(lock|fetching|training|lease\.json)$|\.(partial|new|fetched)$"
+)
 _SECONDS = 24 * 3600.0  # for all to upload; one that dies is noticed long before
 
 
@@ -155,7 +158,8 @@ class Mirror(Reader):
         note: told of what a person should know.
 
     Raises:
-        UserError: the store can't be used, another process trains there, or it holds a `run.toml` of the user's.
+        UserError: the store can't be used or isn't one for all of the group, another process trains there, or it holds
+            a `run.toml` of the user's.
     """
 
     def __init__(self, url: str, group: Group = ALONE, note: Callable[[str], None] = lambda _: None):
@@ -172,6 +176,7 @@ class Mirror(Reader):
                     self._take_over(note)
                 self._go_on_with_log()
             group.barrier("store swept", _SECONDS)
+            check_same_store(self.store, group)
             with self.alone():
                 self.fetch_manifests()
             group.barrier("store read", _SECONDS)
@@ -208,7 +213,7 @@ class Mirror(Reader):
             The facts of all files, in the first process; in the others those of the files it uploaded.
 
         Raises:
-            UserError: another process has taken the run directory over.
+            UserError: another process has taken the run directory over, or what one has uploaded isn't there.
         """
         self._check()
         folder, group = f"{_CHECKPOINTS}/{name}", self._group
@@ -217,7 +222,7 @@ class Mirror(Reader):
             self.store.write(f"{folder}/parts/0.json", json.dumps(list(files)).encode())
         group.barrier("checkpoint listed", _SECONDS)
         if not group.is_primary:  # what both have written, such as the names of the arrays, is the first one's
-            theirs = set(json.loads(self.store.read(f"{folder}/parts/0.json") or b"[]"))
+            theirs = set(self._part(folder, 0))
             files = {file: facts for file, facts in files.items() if file not in theirs}
         self.store.upload({f"{folder}/{file}": partial / file for file in files})
         if not group.is_primary:
@@ -226,9 +231,18 @@ class Mirror(Reader):
         group.barrier("checkpoint uploaded", _SECONDS)
         if group.is_primary:
             for rank in range(1, group.size):
-                files |= json.loads(self.store.read(f"{folder}/parts/{rank}.json") or b"{}")
+                files |= self._part(folder, rank)
             self.store.remove([f"{folder}/parts/{rank}.json" for rank in range(group.size)])
         return files
+
+    def _part(self, folder: str, rank: int) -> Any:
+        content = self.store.read(name := f"{folder}/parts/{rank}.json")
+        if content is None:
+            raise UserError(
+                f"{self.store.url}/{name}: was written by worker {rank}, and isn't there; the checkpoint isn't "
+                "committed; see that all workers reach the same store, and that nothing else removes objects from it"
+            )
+        return json.loads(content)
 
     def publish(self, name: str, manifest: Path) -> None:
         """Commit a checkpoint that was uploaded, after the small files as they are now.
