@@ -330,7 +330,8 @@ def _facts(results: dict[str, Any]) -> str:
     if "cards" in m:
         where = f"{m['cards']} x {m['card']}"
     command = results["command"]
-    return f"{f'`{command}`' if command.startswith('python') else command.capitalize()}, on {where}:\n{versions}."
+    what = f"`{command}`" if command.startswith("python") else command.capitalize()
+    return f"{textwrap.fill(f'{what}, on {where}:', 120, break_on_hyphens=False)}\n{versions}."
 
 
 MAKERS = (

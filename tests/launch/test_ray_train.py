@@ -310,7 +310,7 @@ def test_workers_that_have_a_place_are_not_said_to_find_none(silence, placed, gi
     )
     desk = SimpleNamespace(news=SimpleNamespace(remote=lambda: news))
     fit = SimpleNamespace(is_alive=lambda: next(ended))
-    attend = partial(ray_train._attend, ray, a_run(), Scale("cpu", 2, 2, 1), desk, fit, PlainConsole(), Stop())
+    attend = partial(ray_train._attend, ray, a_run(), Scale("cpu", 2, 2, 1), desk, fit, PlainConsole(sys.stderr), Stop())
     if not gives_up:
         assert attend()
         return
