@@ -102,6 +102,7 @@ def test_processes_with_rows_of_their_own_have_masks_of_their_own(facts, axis):
 def test_an_update_after_a_restore_has_the_masks_of_the_unbroken_run(facts, axis):
     for one in facts:
         assert one[f"{axis}, restored"] == one[f"{axis}, after"]
-        assert one[f"{axis}, miscounted"] != one[f"{axis}, after"]  # they depend on the update
+        # Of the first, the count of updates is in nothing but the masks.
+        assert one[f"{axis}, miscounted"][0] != one[f"{axis}, after"][0]
         sums = [*one[f"{axis}, before"], *one[f"{axis}, after"]]
         assert len({tuple(row) for row in sums}) == BEFORE + AFTER
