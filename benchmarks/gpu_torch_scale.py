@@ -3,7 +3,8 @@
     python benchmarks/gpu_torch_scale.py     writes results/gpu_torch_scale.json; ends with 1 where losses differ
 
 - Losses: a small Qwen2 in float32, eight rows of random token ids in two micro-batches, five steps of AdamW with
-  clipping: on each mesh those of one card, to 1e-5.
+  clipping: on each mesh those of one card, to 1e-5. In bfloat16 those of one card and of `data 2`, where each process
+  has at once the rows of one of one card's micro-batches: how far apart they are is written.
 - Weak scaling: the shape of Qwen2.5-0.5B in bfloat16, 8 rows of 2,048 random token ids a card, windows of ten steps,
   the devices synchronised before and after each: the median window counts. The share of linear is the time on one card
   over that on two. `tensor 2` has as many rows as one card.
@@ -31,6 +32,8 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp 2": {"fsdp": 2},
     "tensor 2": {"tensor": 2},
 }
+REPLICAS = ("one card", "data 2")
+"""Where each process has the whole model, and computes with copies of its parameters."""
 TINY = {"preset": "qwen2-tiny", "layers": 2, "width": 128, "heads": 4, "kv_heads": 2, "head_width": 32}
 TINY |= {"ffn_width": 256, "vocab_size": 1003, "context_length": 256}
 WHOLE = {"preset": "qwen2.5-0.5b", "vocab_size": 151936}
@@ -57,10 +60,10 @@ def batch_of(engine: Any, seed: int, rows: int, time_: int, vocab: int) -> Any:
     return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones((len(ids), time_), np.float32))
 
 
-def losses(mesh: dict[str, int]) -> list[float]:
-    """Of five steps of the small model."""
+def losses(mesh: dict[str, int], dtype: str = "float32", micro: int = 4) -> list[float]:
+    """Of five steps of the small model, with micro-batches of so many rows of all processes."""
     rows, time_ = 8, 128
-    train = {"batch_size": rows, "micro_batch_size": 4, "sequence_length": time_, "compute_dtype": "float32"}
+    train = {"batch_size": rows, "micro_batch_size": micro, "sequence_length": time_, "compute_dtype": dtype}
     engine = engine_of(TINY, mesh, train)
     return [float(engine.train_step(batch_of(engine, step, rows, time_, 1003))["loss"]) for step in range(5)]
 
@@ -114,7 +117,11 @@ def work(names: list[str], rank: int, port: int) -> None:
         return
     group = join(port, rank, 2) if names != ["one card"] else None
     for name in names:
-        row = {"losses": losses(MESHES[name]), **speed(MESHES[name])}
+        mesh = MESHES[name]
+        row = {"losses": losses(mesh)}
+        if name in REPLICAS:
+            row["bfloat16_losses"] = losses(mesh, "bfloat16", 4 * mesh.get("data", 1))
+        row |= speed(mesh)
         print(json.dumps({name: row}), flush=True)
     if group is not None:
         leave(group)
@@ -187,7 +194,9 @@ def main() -> None:
     for name in others:
         row = cases[name]
         if "error" not in row and "error" not in cases[one]:
-            row["losses_away"] = float(np.abs(np.subtract(row["losses"], cases[one]["losses"])).max())
+            for key in ("losses", "bfloat16_losses"):
+                if key in row:
+                    row[f"{key}_away"] = float(np.abs(np.subtract(row[key], cases[one][key])).max())
             row |= {"share_of_linear": cases[one]["step_s"] / row["step_s"]} if name != "tensor 2" else {}
             off += [name] if not row["losses_away"] < 1e-5 else []
     for name, row in cases.items():

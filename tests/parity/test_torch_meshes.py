@@ -9,14 +9,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch_jobs
-from torch_jobs import FAMILIES, LAYOUTS, MORE, RESTORED, Layout, make_run, result, train
+from torch_jobs import FAMILIES, LAYOUTS, MORE, RESTORED, Layout, layout_of, make_run, result, train
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(1100)  # all cases run before the first test, four processes side by side
+pytestmark = pytest.mark.timeout(1100)  # all cases run before the first test, up to eight processes side by side
 
 CASES = [f"{family}/{layout}" for family in FAMILIES for layout in LAYOUTS]
 CASES += ["qwen3/tensor 2", "gemma3/tensor 2", "mixtral/fsdp 2, accumulation 2"]
+CASES += ["qwen2 tied/ddp 2 x fsdp 2 x tensor 2"]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("torch")
     for name, (kind, keys) in {**FAMILIES, **MORE}.items():
         theirs(kind, **keys).save_pretrained(place / name)
-    for workers in (4, 2):
-        names = [case for case in CASES if LAYOUTS[case.split("/")[1]].workers == workers]
+    for workers in (8, 4, 2):
+        names = [case for case in CASES if layout_of(case).workers == workers]
         names += ["/".join(case) for case in RESTORED if workers == 2]
         torch_jobs.start(place, workers, names)
     return place
@@ -75,7 +76,7 @@ def test_a_mesh_trains_as_one_process_does(folder, alone, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_processes_agree_and_a_tensor_group_reads_the_same_rows(folder, case):
-    layout = LAYOUTS[case.split("/")[1]]
+    layout = layout_of(case)
     found = [result(folder, case, rank) for rank in range(layout.workers)]
     for other in found[1:]:
         np.testing.assert_array_equal(other["loss"], found[0]["loss"])

@@ -41,6 +41,9 @@ LAYOUTS = {
     "ddp 2 x fsdp 2": Layout({"data": 2, "fsdp": 2}),
     "ddp 2 x tensor 2": Layout({"data": 2, "tensor": 2}, 2),
 }
+"""Those that each of `FAMILIES` is trained on."""
+MORE_LAYOUTS = {"ddp 2 x fsdp 2 x tensor 2": Layout({"data": 2, "fsdp": 2, "tensor": 2}, 2)}
+"""Those that one is trained on."""
 _ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _ROTARY |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +92,11 @@ def make_run(checkpoint: Path | str, layout: Layout, **sections: Any):
     for key, section in sections.items():
         values[key] = {**values.get(key, {}), **section}
     return mw.make_run(values)
+
+
+def layout_of(case: str) -> Layout:
+    """That of `FAMILY/LAYOUT`."""
+    return {**LAYOUTS, **MORE_LAYOUTS}[case.split("/")[1]]
 
 
 def batch(step: int):
@@ -166,7 +174,7 @@ def case_of(folder: Path, name: str) -> dict[str, np.ndarray]:
     from meshwright.engines.base import Sampling
     from meshwright.hub.reader import Checkpoint
 
-    family, layout = name.split("/")
+    family, _ = name.split("/")
     read, original = [], Checkpoint.read
 
     def count(checkpoint, tensor, index=()):
@@ -176,7 +184,7 @@ def case_of(folder: Path, name: str) -> dict[str, np.ndarray]:
 
     Checkpoint.read = count
     try:
-        engine, found = train(make_run(folder / family, LAYOUTS[layout]))
+        engine, found = train(make_run(folder / family, layout_of(name)))
     finally:
         Checkpoint.read = original
     found["read"] = np.array([sum(read), max(read), engine.parameters])
@@ -193,8 +201,8 @@ def case_of(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 def restored_case(folder: Path, name: str) -> dict[str, np.ndarray]:
     """Go on from the state that another layout saved: `FAMILY/LAYOUT/from OTHER`."""
-    family, layout, other = name.split("/")
-    run = make_run(folder / family, LAYOUTS[layout])
+    family, _, other = name.split("/")
+    run = make_run(folder / family, layout_of(name))
     engine = make_engine(run)
     engine.restore(folder / f"state of {family} on {other.removeprefix('from ')}")
     found = {f"initial/{name}": value for name, value in parameters(engine).items()}

@@ -19,15 +19,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch_jobs import FAMILIES, Layout, batch, make_engine, make_run, parameters, rows_of, whole
 
 STEPS, LAYERS = 5, 2
+FACTS = [("llama", "bfloat16"), ("llama", "float32"), ("gpt2", "bfloat16")]
+"""Families, the second of which has one table for its embeddings and its head, and what they are computed in."""
 SAVED = {"data": {"data": 2}, "fsdp": {"fsdp": 2}, "tensor": {"tensor": 2}}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    kind, keys = FAMILIES["llama"]
-    folder = tmp_path_factory.mktemp("checkpoint")
-    theirs(kind, **keys).save_pretrained(folder)
-    return str(folder)
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family, _ in FACTS:
+        kind, keys = FAMILIES[family]
+        theirs(kind, **keys).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(checkpoints):
+    return str(checkpoints / "llama")
 
 
 def engine_of(checkpoint: str, mesh: dict[str, int], accumulate: int = 1, dtype: str = "bfloat16"):
@@ -72,31 +80,37 @@ def train(engine) -> dict[str, list]:
     return found
 
 
-def facts_of(_group, checkpoint: str) -> dict:
+def facts_of(_group, checkpoints: str) -> dict:
     """What each of two processes finds out."""
+    checkpoint = f"{checkpoints}/llama"
     replicas = engine_of(checkpoint, {"data": 2})
     modules = {
         axis: sum(isinstance(module, FSDPModule) for module in engine_of(checkpoint, mesh)._placed.module.modules())
         for axis, mesh in SAVED.items()
     }
     cases = {
-        f"{dtype}, {accumulate}": train(engine_of(checkpoint, {"data": 2}, accumulate, dtype))
-        for dtype, accumulate in (("bfloat16", 1), ("bfloat16", 2), ("float32", 1), ("float32", 2))
+        f"{family}, {dtype}, {accumulate}": train(engine_of(f"{checkpoints}/{family}", {"data": 2}, accumulate, dtype))
+        for family, dtype in FACTS
+        for accumulate in (1, 2)
     }
     return {"rows": replicas.rows.tolist(), "modules": modules, **cases}
 
 
 @pytest.fixture(scope="module")
-def facts(checkpoint):
-    return run_processes(facts_of, arguments=(checkpoint,), engine="torch")
+def facts(checkpoints):
+    return run_processes(facts_of, arguments=(str(checkpoints),), engine="torch")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_replicas_have_the_numbers_of_one_process_to_the_bit(facts, checkpoint, dtype):
+@pytest.mark.parametrize(("family", "dtype"), FACTS)
+def test_two_replicas_have_the_numbers_of_one_process_to_the_bit(facts, checkpoints, family, dtype):
     """That one has the rows of each as a micro-batch, so that it adds up the same two gradients."""
-    alone = train(engine_of(checkpoint, {}, 2, dtype))
+    engine = engine_of(str(checkpoints / family), {}, 2, dtype)
+    model = engine._placed.module.model
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert is_tied == ("lm_head.weight" not in engine._placed.parameters) == (family == "gpt2")
+    alone = train(engine)
     for one in facts:
-        found = one[f"{dtype}, 1"]
+        found = one[f"{family}, {dtype}, 1"]
         assert len(one["rows"]) == 4  # of 8: it is another computation
         assert len(set(alone["loss"])) == len(set(alone["stored"])) == STEPS
         assert all(a != b for a, b in zip(found["own"], alone["own"], strict=True))
@@ -104,20 +118,20 @@ def test_two_replicas_have_the_numbers_of_one_process_to_the_bit(facts, checkpoi
             assert found[key] == alone[key], key
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_micro_batches_of_replicas_have_the_losses_of_one_process(facts, checkpoint, dtype):
-    alone = train(engine_of(checkpoint, {}, 4, dtype))
+@pytest.mark.parametrize(("family", "dtype"), FACTS)
+def test_micro_batches_of_replicas_have_the_losses_of_one_process(facts, checkpoints, family, dtype):
+    alone = train(engine_of(str(checkpoints / family), {}, 4, dtype))
     for one in facts:
-        found = one[f"{dtype}, 2"]
+        found = one[f"{family}, {dtype}, 2"]
         np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5)
         np.testing.assert_allclose(found["norm"], alone["norm"], rtol=1e-5)
         assert found["own"] != alone["own"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("family", "dtype"), FACTS)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_replicas_stay_equal_to_the_bit(facts, dtype, accumulate):
-    first, second = (one[f"{dtype}, {accumulate}"] for one in facts)
+def test_replicas_stay_equal_to_the_bit(facts, family, dtype, accumulate):
+    first, second = (one[f"{family}, {dtype}, {accumulate}"] for one in facts)
     for key in ("loss", "norm", "stored", "used"):
         assert first[key] == second[key], key
     assert all(a != b for a, b in zip(first["own"], second["own"], strict=True))  # each has gradients of its own rows
@@ -132,7 +146,7 @@ def test_gradients_of_a_batch_are_sent_once_as_one_tensor_in_float32(facts, chec
     assert (copies is None) == (dtype == "float32")
     for one in facts:
         for accumulate in (1, 2):
-            assert one[f"{dtype}, {accumulate}"]["sent"] == [[[size, "torch.float32"]]] * STEPS
+            assert one[f"llama, {dtype}, {accumulate}"]["sent"] == [[[size, "torch.float32"]]] * STEPS
 
 
 def test_only_what_is_shared_out_is_in_the_hands_of_fsdp(facts):

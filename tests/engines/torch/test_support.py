@@ -1,5 +1,6 @@
 """What the PyTorch engine lacks is said before anything is built, with what to do."""
 
+import json
 import re
 
 import pytest
@@ -8,9 +9,12 @@ pytest.importorskip("transformers")
 
 import meshwright as mw
 from meshwright.engines.base import Sampling
+from meshwright.engines.torch import mesh as mesh_module
+from meshwright.engines.torch.build import skeleton
 from meshwright.engines.torch.engine import TorchEngine
 from meshwright.engines.torch.mesh import check_mesh, make_torch_mesh, mesh_sizes
 from meshwright.engines.torch.optimizer import make_schedule
+from meshwright.engines.torch.tensor_plans import plan_of
 from meshwright.errors import UserError
 from meshwright.launch.group import ALONE
 
@@ -161,12 +165,70 @@ def test_plans_are_made_for_jax():
         ({}, (1, 1, 8), r"mesh.tensor = 8: must divide model.heads = 4 \(it leaves 4\)"),
         ({"train": {"sequence_length": 33}}, (1, 1, 2), "must divide train.sequence_length = 33"),
         ({"model": {"ffn_width": 65}}, (1, 1, 2), "must divide model.ffn_width = 65"),
+        (
+            {"model": {"kv_heads": 4, "vocab_size": 5}},
+            (1, 1, 4),
+            "mesh.tensor = 4: each has 2 of the vocabulary of 5, and the last has none; lower it",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(sections, sizes, said):
     run = make_run(**sections)
     with pytest.raises(UserError, match=said):
         check_mesh(run, run.model.spec, dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
+
+
+def test_the_last_process_may_have_less_of_the_vocabulary():
+    run = make_run(model={"kv_heads": 4, "vocab_size": 7})
+    check_mesh(run, run.model.spec, {"data": 1, "fsdp": 1, "tensor": 4})
+
+
+@pytest.fixture
+def unreadable(tmp_path):
+    """A checkpoint whose weights are broken."""
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 97, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    return f"hf:{tmp_path}"
+
+
+def engine_of(init: str, **sections) -> TorchEngine:
+    train = {"batch_size": 8, "sequence_length": 16}
+    run = mw.make_run({"engine": "torch", "data": {"train": "x"}, "model": {"init": init}, "train": train, **sections})
+    return TorchEngine(run, run.model.spec)
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "said"),
+    [
+        (1, {"data": 3}, "mesh: data 3 = 3 devices, but there are 1 processes"),
+        (3, {"data": 3}, "train.micro_batch_size = 8: must be a multiple of"),
+        (8, {"data": 1, "tensor": 8}, "mesh.tensor = 8: must divide model.heads = 4"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_a_weight_is_read(unreadable, monkeypatch, processes, sizes, said):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        engine_of(unreadable, mesh={"data": 1})
+    monkeypatch.setattr(mesh_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(mesh_module.dist, "get_world_size", lambda: processes)
+    with pytest.raises(UserError, match=said):
+        engine_of(unreadable, mesh=sizes)
+
+
+def test_adapters_are_not_cut(unreadable):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        engine_of(unreadable, lora={"rank": 2}, mesh={"data": 1, "tensor": 1})
+    with pytest.raises(UserError, match=r"mesh.tensor = 2: the PyTorch engine doesn't cut adapters; change it, or set"):
+        engine_of(unreadable, lora={"rank": 2}, mesh={"data": 1, "tensor": 2})
+
+
+def test_a_plan_with_a_cut_that_the_engine_lacks_is_refused():
+    assert len(plan_of(skeleton(make_run().model.spec))) == 7 * make_run().model.spec.layers
+    run = make_run(model={"preset": "olmo2-tiny"})
+    said = r'mesh.tensor: \S*q_proj of olmo2 would be cut "colwise_\w+", which the PyTorch engine doesn\'t do; set it'
+    with pytest.raises(UserError, match=said):
+        plan_of(skeleton(run.model.spec))
 
 
 def test_sizes_make_up_the_processes():
