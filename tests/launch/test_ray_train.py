@@ -304,13 +304,13 @@ def test_what_is_asked_for_and_what_is_there_name_the_accelerator(monkeypatch):
 )
 def test_workers_that_have_a_place_are_not_said_to_find_none(silence, placed, gives_up):
     """One that hangs with all its threads is Ray's to find out, and to start again."""
-    news, ended = News(silence=silence, placed=placed), iter([True, False])
+    news, ended, console = News(silence=silence, placed=placed), iter([True, False]), PlainConsole(sys.stderr)
     ray = SimpleNamespace(
         get=lambda found: found, exceptions=SimpleNamespace(RayError=OSError), nodes=list, available_resources=dict
     )
     desk = SimpleNamespace(news=SimpleNamespace(remote=lambda: news))
     fit = SimpleNamespace(is_alive=lambda: next(ended))
-    attend = partial(ray_train._attend, ray, a_run(), Scale("cpu", 2, 2, 1), desk, fit, PlainConsole(sys.stderr), Stop())
+    attend = partial(ray_train._attend, ray, a_run(), Scale("cpu", 2, 2, 1), desk, fit, console, Stop())
     if not gives_up:
         assert attend()
         return
