@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.launch.group import Group
-from meshwright.storage.store import Store
+from meshwright.storage.store import Store, first_line
 
 SHARED = ".shared"
 """Where in an object store the workers write to find out whether it is one for all."""
@@ -125,7 +125,7 @@ def _put(store: Store, rank: int, token: bytes) -> str:
     try:
         store.write(_object_of(rank), token)
     except Exception as error:  # each library has its own
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return ""
 
 

@@ -68,7 +68,7 @@ class Store:
                 raise FileNotFoundError("there is no such bucket")
         except Exception as error:
             raise UserError(
-                f"run_dir = {url!r}: can't be read ({_first_line(error)}); see that the bucket is there and that the "
+                f"run_dir = {url!r}: can't be read ({first_line(error)}); see that the bucket is there and that the "
                 "environment has its credentials"
             ) from None
 
@@ -141,5 +141,6 @@ def _in_lots(names: list[str], size: int = 64) -> Iterable[list[str]]:
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
