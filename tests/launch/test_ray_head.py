@@ -15,7 +15,10 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 def test_the_head_is_lost(folder):
     unbroken = Training(folder, "unbroken", "launch.kind=processes")
-    assert unbroken.end() == 0, unbroken.output
+    try:
+        assert unbroken.end() == 0, unbroken.output
+    finally:
+        unbroken.kill()
     with cluster_of(nodes=2) as cluster:
         first = Training(folder, "head", f"launch.address={cluster.address}", main=SLOWLY)
         try:

@@ -93,9 +93,8 @@ def in_words(resources: Resources) -> str:
     """What is to be set aside, or is there: `1 CPU, 2 GPU (H200)`."""
     named = {key: value for key, value in resources.items() if key in ("CPU", "GPU", "TPU")}
     kinds = ", ".join(sorted(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")))
-    return (", ".join(f"{value:g} {key}" for key, value in named.items()) or "nothing") + (
-        f" ({kinds})" if kinds else ""
-    )
+    words = ", ".join(f"{value:g} {key}" for key, value in named.items()) or "nothing"
+    return f"{words} ({kinds})" if kinds else words
 
 
 def what_is_there(nodes: Sequence[Resources], free: Resources) -> str:
