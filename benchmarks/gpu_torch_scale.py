@@ -5,9 +5,9 @@
 - Losses: a small Qwen2 in float32, eight rows of random token ids in two micro-batches, five steps of AdamW with
   clipping: on each mesh those of one card, to 1e-5. In bfloat16 those of one card and of `data 2`, where each process
   has at once the rows of one of one card's micro-batches: how far apart they are is written.
-- Weak scaling: the shape of Qwen2.5-0.5B in bfloat16, 8 rows of 2,048 random token ids a card, windows of ten steps,
-  the devices synchronised before and after each: the median window counts. The share of linear is the time on one card
-  over that on two. `tensor 2` has as many rows as one card.
+- Weak scaling: the shape of Qwen2.5-0.5B in bfloat16, 8 rows of 512 and of 2,048 random token ids a card, windows of
+  ten steps, the devices synchronised before and after each: the median window counts. The share of linear is the time
+  on one card over that on two. `tensor 2` has as many rows as one card.
 - Beside them on two cards, with as many rows: the tutorial's step of `gpu_torch.py` in `DistributedDataParallel`, and
   `transformers.Trainer` as it is started there.
 
@@ -38,8 +38,8 @@ TINY = {"preset": "qwen2-tiny", "layers": 2, "width": 128, "heads": 4, "kv_heads
 TINY |= {"ffn_width": 256, "vocab_size": 1003, "context_length": 256}
 WHOLE = {"preset": "qwen2.5-0.5b", "vocab_size": 151936}
 THEIRS = ["data 2, tutorial's step", "data 2, `transformers.Trainer`"]
-ROWS, TIME = 8, 2048  # of a card
-STEPS, WINDOWS, PATIENCE = 10, 3, 240
+ROWS, TIMES = 8, (512, 2048)  # of a card
+STEPS, WINDOWS, PATIENCE = 10, 3, 400
 
 
 def engine_of(model: dict[str, Any], mesh: dict[str, int], train: dict[str, Any]) -> Any:
@@ -68,11 +68,12 @@ def losses(mesh: dict[str, int], dtype: str = "float32", micro: int = 4) -> list
     return [float(engine.train_step(batch_of(engine, step, rows, time_, 1003))["loss"]) for step in range(5)]
 
 
-def speed(mesh: dict[str, int]) -> dict[str, Any]:
+def speed(mesh: dict[str, int], time_: int) -> dict[str, Any]:
     """Seconds of a step of the large one."""
     import torch
 
-    rows, time_ = ROWS * mesh.get("data", 1) * mesh.get("fsdp", 1), TIME
+    torch.compiler.reset()  # else what was compiled for one shape is compiled for any at the next
+    rows = ROWS * mesh.get("data", 1) * mesh.get("fsdp", 1)
     engine = engine_of(WHOLE, mesh, {"batch_size": rows, "sequence_length": time_})
     batches = [batch_of(engine, seed, rows, time_, WHOLE["vocab_size"]) for seed in range(4)]
     torch.cuda.reset_peak_memory_stats()
@@ -90,30 +91,30 @@ def speed(mesh: dict[str, int]) -> dict[str, Any]:
     return found | ({"mfu": share * rows * time_ / found["step_s"]} if share else {})
 
 
-def their_speed(name: str, rank: int) -> dict[str, Any]:
+def their_speed(name: str, time_: int, rank: int) -> dict[str, Any]:
     """Seconds of a step of others, each process with rows of its own."""
     import gpu_torch
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    ids = np.random.default_rng(rank).integers(0, WHOLE["vocab_size"], (4, ROWS, TIME + 1), dtype=np.int32)
+    ids = np.random.default_rng(rank).integers(0, WHOLE["vocab_size"], (4, ROWS, time_ + 1), dtype=np.int32)
     if "Trainer" in name:
-        found = gpu_torch.trainer(ROWS, TIME, ids)
+        found = gpu_torch.trainer(ROWS, time_, ids)
     else:
         torch.distributed.init_process_group("nccl")
-        found = gpu_torch.timed(gpu_torch.tutorial_step(ROWS, TIME, DistributedDataParallel), ids)
+        found = gpu_torch.timed(gpu_torch.tutorial_step(ROWS, time_, DistributedDataParallel), ids)
         torch.distributed.destroy_process_group()
-    rated = gpu_torch.with_rates("8 x 2048", found, torch.cuda.get_device_name(0))
+    rated = gpu_torch.with_rates(f"8 x {time_}", found, torch.cuda.get_device_name(0))
     found |= {"rows": 2 * ROWS, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     return found | ({"mfu": rated["mfu"]} if "mfu" in rated else {})
 
 
-def work(names: list[str], rank: int, port: int) -> None:
-    """What a process does: prints a line for each mesh."""
+def work(names: list[str], time_: int, rank: int, port: int) -> None:
+    """What a process does: prints a line for each mesh and length."""
     from meshwright.launch.torch_group import join, leave
 
     if names[0] in THEIRS:
-        print(json.dumps({names[0]: their_speed(names[0], rank)}), flush=True)
+        print(json.dumps({titled(names[0], time_): their_speed(names[0], time_, rank)}), flush=True)
         return
     group = join(port, rank, 2) if names != ["one card"] else None
     for name in names:
@@ -121,10 +122,16 @@ def work(names: list[str], rank: int, port: int) -> None:
         row = {"losses": losses(mesh)}
         if name in REPLICAS:
             row["bfloat16_losses"] = losses(mesh, "bfloat16", 4 * mesh.get("data", 1))
-        row |= speed(mesh)
-        print(json.dumps({name: row}), flush=True)
+        for length in TIMES:
+            more = row if length == TIMES[-1] else {}
+            print(json.dumps({titled(name, length): more | speed(mesh, length)}), flush=True)
     if group is not None:
         leave(group)
+
+
+def titled(name: str, time_: int) -> str:
+    """A case's name."""
+    return f"{name}, T {time_:,}"
 
 
 def as_torchrun(rank: int, cards: int, port: int) -> dict[str, str]:
@@ -133,14 +140,15 @@ def as_torchrun(rank: int, cards: int, port: int) -> dict[str, str]:
     return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def rows_of(names: list[str], cards: int) -> dict[str, Any]:
-    """The figures of meshes of so many cards, by processes of their own."""
+def rows_of(names: list[str], times: tuple[int, ...], cards: int) -> dict[str, Any]:
+    """The figures of meshes of so many cards at these lengths, by processes of their own."""
     from meshwright.launch.processes import reserved_port
 
     with reserved_port() as theirs:
         pass  # the port of others, who can't open one that is held
     with reserved_port() as port:
-        command = [sys.executable, __file__, "--cases", ";".join(names), "--port", str(port), "--rank"]
+        command = [sys.executable, __file__, "--cases", ";".join(names), "--time", str(times[0])]
+        command += ["--port", str(port), "--rank"]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank)],
@@ -169,36 +177,40 @@ def rows_of(names: list[str], cards: int) -> dict[str, Any]:
     found = {
         name: row for line in output.splitlines() if line.startswith('{"') for name, row in json.loads(line).items()
     }
-    return found | {name: {"error": late or error[-1500:]} for name in names if name not in found}
+    titles = [titled(name, time_) for name in names for time_ in times]
+    return found | {title: {"error": late or error[-1500:]} for title in titles if title not in found}
 
 
 def main() -> None:
     """Measure, write the results, and say what is off."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", help="(the script calls itself with this)")
+    parser.add_argument("--time", type=int, help="(and with this)")
     parser.add_argument("--rank", type=int, help="(and with this)")
     parser.add_argument("--port", type=int, help="(and with this)")
     arguments = parser.parse_args()
     if arguments.cases:
-        work(arguments.cases.split(";"), arguments.rank, arguments.port)
+        work(arguments.cases.split(";"), arguments.time, arguments.rank, arguments.port)
         return
     code = "import torch; print(torch.cuda.get_device_name(0))"
     card = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
     measured_on = {**machine("torch", "transformers"), "card": card, "cards": 2}
     one, *others = MESHES
-    cases = rows_of([one], 1)
-    cases |= rows_of(others, 2)
+    cases = rows_of([one], TIMES, 1) | rows_of(others, TIMES, 2)
     for name in THEIRS:
-        cases |= rows_of([name], 2)
+        for time_ in TIMES:
+            cases |= rows_of([name], (time_,), 2)
     off = [name for name, row in cases.items() if "error" in row]
     for name in others:
-        row = cases[name]
-        if "error" not in row and "error" not in cases[one]:
+        for time_ in TIMES:
+            row, alone = cases[titled(name, time_)], cases[titled(one, time_)]
+            if "error" in row or "error" in alone:
+                continue
+            row |= {"share_of_linear": alone["step_s"] / row["step_s"]} if name != "tensor 2" else {}
             for key in ("losses", "bfloat16_losses"):
                 if key in row:
-                    row[f"{key}_away"] = float(np.abs(np.subtract(row[key], cases[one][key])).max())
-            row |= {"share_of_linear": cases[one]["step_s"] / row["step_s"]} if name != "tensor 2" else {}
-            off += [name] if not row["losses_away"] < 1e-5 else []
+                    row[f"{key}_away"] = float(np.abs(np.subtract(row[key], alone[key])).max())
+            off += [name] if not row.get("losses_away", 0.0) < 1e-5 else []
     for name, row in cases.items():
         print(name, row, flush=True)
     write_results("gpu_torch_scale", measured_on, {"cases": cases})
