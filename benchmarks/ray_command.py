@@ -16,7 +16,6 @@ from typing import Any
 
 MAIN = [sys.executable, "-c", "from meshwright.cli import main; main(prog_name='meshwright')"]
 CPU = {"JAX_PLATFORMS": "cpu"}
-CORES = len(os.sched_getaffinity(0))
 PATIENCE = 300.0
 RUN_FILE = """
 [data]
@@ -159,13 +158,13 @@ def family(root: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_cluster(cores: int) -> Iterator[str]:
+def running_cluster() -> Iterator[str]:
     """A Ray cluster of this machine; gives its address."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else workers give way to any other process
-    ray.init(address="local", include_dashboard=False, num_cpus=cores, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
     try:
         yield ray.get_runtime_context().gcs_address
     finally:

@@ -6,11 +6,10 @@
 Step time under Ray Train (`launch.kind = "ray"`) beside the same processes bare (`launch.kind = "processes"`), for
 steps of about 100 and 300 ms, each with a record. The aim is under 1%. In each round all start anew.
 
-- CPU workers are measured at the same time, so that a machine whose speed drifts is the same for all. Two processes
-  that do the same differ, too, by how they happen to lie in memory and by what their core's neighbour does. So there
-  are several copies of each, as many as leave six cores to Ray's own processes, and a second set of bare ones: what
-  these differ by is what can't be told from nothing. A worker computes in one thread; once one alone, and once two that
-  add up their gradients. All under Ray are on one cluster.
+- CPU workers have the machine to themselves, one way after another, in the one order and then in the other. Two
+  processes that do the same differ, too, by how they happen to lie in memory, and a machine's speed drifts: what a
+  second bare one differs by can't be told from nothing. Each worker computes in one thread; once one alone, and once
+  two that add up their gradients.
 - Workers with a GPU share the card, so they take turns of four seconds. Whose turn it isn't is stopped (SIGSTOP), with
   all of its processes, those of the Ray cluster included. What Ray does less often than that is mostly left out.
 
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import card, machine, write_results
-from ray_command import CORES, CPU, Command, prepared, running_cluster, summary
+from ray_command import CPU, Command, prepared, summary
 
 
 class Setting(NamedTuple):
@@ -54,17 +53,15 @@ SETTINGS = ON_CPU | ON_GPU
 WAYS = {"bare": "processes", "bare again": "processes", "ray": "ray"}
 FIRST_SIZE = 16
 WARM_UP = 5
-CORES_FOR_RAY = 6
-BESIDE_SECONDS = 15.0
+ALONE_SECONDS = 12.0
 TURN_SECONDS = 4.0  # processes that hear nothing of each other for 20 s end: two such stops are short enough
 FIRST_OF_TURN = 3  # steps that began before the turn, or find the processor's caches without their data
 
 
-def start(folder: Path, setting: str, name: str, kind: str, size: int, steps: int, address: str = "") -> Command:
-    """A command of a setting, on Ray on the cluster of this address (none: on one of its own)."""
+def start(folder: Path, setting: str, name: str, kind: str, size: int, steps: int) -> Command:
+    """A command of a setting."""
     workers, environment, more, _ = SETTINGS[setting]
     overrides = [f"launch.kind={kind}", f"launch.workers={workers}", f"train.batch_size={size}", f"train.steps={steps}"]
-    overrides += [f"launch.address={address}"] if address and kind == "ray" else []
     return Command(folder, f"{name}-{workers}", *overrides, *more, environment=environment)
 
 
@@ -84,32 +81,46 @@ class Case:
         self.setting, self.seconds = setting, seconds
         self._folder, self._size = folder, size_for(folder, setting, seconds)
         self._means: dict[str, list[float]] = {way: [] for way in WAYS}
-        room = (CORES - CORES_FOR_RAY) // (len(WAYS) * SETTINGS[setting].workers)
-        self._copies = 1 if setting in ON_GPU else max(room, 1)
 
-    def round(self, number: int, turns: int, address: str) -> None:
-        """Start all ways, and measure them: beside each other, or as many turns (0: none), on Ray at an address."""
-        with contextlib.ExitStack() as stack:
-            commands = {
-                way: [
-                    stack.enter_context(self._start(f"{way.replace(' ', '-')}-{number}-{copy}", kind, address))
-                    for copy in range(self._copies)
-                ]
-                for way, kind in WAYS.items()
-            }
-            flat = [command for copies in commands.values() for command in copies]
-            for command in flat:
-                command.wait_for(lambda command=command: len(command.records()) > WARM_UP)
-            found = in_turns(commands, turns) if turns else beside_each_other(commands)
-            for command in flat:
-                command.end()
+    def round(self, number: int, turns: int) -> None:
+        """Measure all ways: in as many turns (0: each by itself)."""
+        found = self._in_turns(number, turns) if turns else self._alone(number)
         for way in WAYS:
-            self._means[way].append(statistics.mean(found[way]))
+            self._means[way].append(found[way])
         shown = ", ".join(f"{way} {self._means[way][-1] * 1e3:.2f} ms" for way in WAYS)
         print(f"{self.setting}, {self.seconds} s, round {number}: {shown}", flush=True)
 
-    def _start(self, name: str, kind: str, address: str) -> Command:
-        return start(self._folder, self.setting, f"{name}-{self.seconds}", kind, self._size, 10**6, address)
+    def _alone(self, number: int) -> dict[str, float]:
+        """The mean step time of each way, one after another."""
+        found = {}
+        for way in list(WAYS)[:: -1 if number % 2 else 1]:
+            with self._start(way, number) as command:
+                before = warm_up(command)
+                time.sleep(ALONE_SECONDS)
+                found[way] = step_since(command, before)
+        return found
+
+    def _in_turns(self, number: int, turns: int) -> dict[str, float]:
+        """The mean step time over the turns of each way."""
+        with contextlib.ExitStack() as stack:
+            commands = {way: stack.enter_context(self._start(way, number)) for way in WAYS}
+            for command in commands.values():
+                warm_up(command)
+            for command in commands.values():
+                command.stop()
+            found: dict[str, list[float]] = {way: [] for way in WAYS}
+            for _ in range(turns):
+                for way, command in commands.items():
+                    command.go_on()
+                    before = len(command.records())
+                    time.sleep(TURN_SECONDS)
+                    found[way].append(step_since(command, before + FIRST_OF_TURN))
+                    command.stop()
+        return {way: statistics.mean(found[way]) for way in WAYS}
+
+    def _start(self, way: str, number: int) -> Command:
+        name = f"{way.replace(' ', '-')}-{number}-{self.seconds}"
+        return start(self._folder, self.setting, name, WAYS[way], self._size, 10**6)
 
     def figures(self) -> dict[str, Any]:
         """Of all rounds; a step under Ray is set against the mean of the two bare ones."""
@@ -117,36 +128,16 @@ class Case:
         bare = [(one + other) / 2 for one, other in zip(means["bare"], means["bare again"], strict=True)]
         return {
             "batch_size": self._size,
-            "copies": self._copies,
             **{f"{way.replace(' ', '_')}_step_s": summary(means[way]) for way in WAYS},
             "overhead": beyond(means["ray"], bare),
             "bare_again_beside_bare": beyond(means["bare again"], means["bare"]),
         }
 
 
-def beside_each_other(commands: dict[str, list[Command]]) -> dict[str, list[float]]:
-    """The mean step time of each copy in the next seconds."""
-    before = {way: [len(command.records()) for command in copies] for way, copies in commands.items()}
-    time.sleep(BESIDE_SECONDS)
-    return {
-        way: [step_since(command, start) for command, start in zip(copies, before[way], strict=True)]
-        for way, copies in commands.items()
-    }
-
-
-def in_turns(commands: dict[str, list[Command]], turns: int) -> dict[str, list[float]]:
-    """The mean step time of each turn, of one copy of each way."""
-    for (command,) in commands.values():
-        command.stop()
-    found: dict[str, list[float]] = {way: [] for way in commands}
-    for _ in range(turns):
-        for way, (command,) in commands.items():
-            command.go_on()
-            before = len(command.records())
-            time.sleep(TURN_SECONDS)
-            found[way].append(step_since(command, before + FIRST_OF_TURN))
-            command.stop()
-    return found
+def warm_up(command: Command) -> int:
+    """Wait until it has done some steps; gives the number of its records."""
+    command.wait_for(lambda: len(command.records()) > WARM_UP)
+    return len(command.records())
 
 
 def step_since(command: Command, first: int) -> float:
@@ -173,14 +164,11 @@ def main() -> None:
     if arguments.gpu:
         turns, settings, result = arguments.turns, ON_GPU, "ray_overhead_gpu"
         measured_on["card"] = card()
-    with (
-        prepared() as folder,
-        contextlib.nullcontext("") if arguments.gpu else running_cluster(CORES) as address,
-    ):
+    with prepared() as folder:
         cases = [Case(folder, setting, seconds) for setting in settings for seconds in arguments.targets]
         for number in range(arguments.rounds):
             for case in cases:
-                case.round(number, turns, address)
+                case.round(number, turns)
             steps = {setting: figures_of(cases, setting) for setting in settings}
             took = time.perf_counter() - began
             path = write_results(result, measured_on, {"turns": turns, "steps_of_s": steps, "took_s": took})

@@ -28,7 +28,7 @@ def to_first_step(folder: Path, rounds: int) -> dict[str, Any]:
         "bare": first_steps(folder, "bare", rounds, "launch.kind=processes"),
         "ray": first_steps(folder, "ray", rounds, "launch.kind=ray"),
     }
-    with running_cluster(2) as address:
+    with running_cluster() as address:
         return with_own | {
             "running": first_steps(folder, "running", rounds, "launch.kind=ray", f"launch.address={address}")
         }

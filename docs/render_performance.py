@@ -314,6 +314,16 @@ def ray_overhead(results: dict[str, Any]) -> str:
     return table(["", "a step, bare, ms", "under Ray, ms", "difference", "of a second bare one"], rows)
 
 
+def ray_overhead_beside(results: dict[str, Any]) -> str:
+    """The same, of workers that run at the same time."""
+    return ray_overhead(results)
+
+
+def ray_overhead_turns(results: dict[str, Any]) -> str:
+    """The same, of workers that take turns."""
+    return ray_overhead(results)
+
+
 def ray_overhead_gpu(results: dict[str, Any]) -> str:
     """The same of a worker with a GPU."""
     return ray_overhead(results)
@@ -355,6 +365,8 @@ MAKERS = (
     decode_gpu,
     decode_parts,
     ray_overhead,
+    ray_overhead_beside,
+    ray_overhead_turns,
     ray_overhead_gpu,
     ray_start,
     start,
