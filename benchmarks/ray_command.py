@@ -83,7 +83,7 @@ class Command:
     def __exit__(self, *error: object) -> None:
         self.go_on()
         if self._process.poll() is None:
-            self.end()
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(60)
         self._process.kill()
@@ -112,10 +112,6 @@ class Command:
         """Wait for the end of all steps."""
         if self._process.wait(PATIENCE):
             self.check()
-
-    def end(self) -> None:
-        """Ask it to end."""
-        self._process.terminate()
 
     def stop(self) -> None:
         """Stop all processes of the command until they `go_on`."""

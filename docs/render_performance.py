@@ -330,7 +330,8 @@ def ray_overhead_gpu(results: dict[str, Any]) -> str:
 
 
 def _spread(found: dict[str, Any]) -> str:
-    return f"{found['mean']:+.1%} ({min(found['of']):+.1%} to {max(found['of']):+.1%})"
+    least, most = min(found["of"]), max(found["of"])
+    return f"{found['mean']:+.1%} ± {found['standard_error']:.1%} ({least:+.1%} to {most:+.1%})"
 
 
 def _facts(results: dict[str, Any]) -> str:
