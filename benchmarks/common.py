@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -35,6 +36,6 @@ def write_results(name: str, measured_on: dict[str, Any], figures: dict[str, Any
     """Write `results/<name>.json`: the command, the machine, the figures."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.write_text(json.dumps({"command": command, "machine": measured_on, **figures}, indent=1) + "\n")
     return path

@@ -102,7 +102,7 @@ def tutorial_step(case: dict[str, Any]) -> Callable[[np.ndarray, np.ndarray], An
     return tutorial_gpt2.make_step(case)
 
 
-STEPS_OF = {"ours": our_step, "float8": float8_step, "torch": torch_step, "tutorial": tutorial_step}
+STEPS_OF = {"ours": our_step, "torch": torch_step, "tutorial": tutorial_step, "float8": float8_step}
 
 
 def some_batches(case: dict[str, Any], *, of_text: bool) -> list[tuple[np.ndarray, np.ndarray]]:

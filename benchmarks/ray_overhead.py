@@ -157,12 +157,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=8, help="of each way in a round, with --gpu")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.1, 0.3], help="seconds of a step")
+    parser.add_argument("--settings", choices=ON_CPU, nargs="*", default=list(ON_CPU), help="without --gpu")
     parser.add_argument("--gpu", action="store_true", help="a worker with a GPU")
     arguments = parser.parse_args()
     measured_on, began = machine("jax", "ray", "flax", "orbax-checkpoint"), time.perf_counter()
-    turns, settings, result = 0, ON_CPU, "ray_overhead"
+    turns, settings, result = 0, arguments.settings, "ray_overhead"
     if arguments.gpu:
-        turns, settings, result = arguments.turns, ON_GPU, "ray_overhead_gpu"
+        turns, settings, result = arguments.turns, list(ON_GPU), "ray_overhead_gpu"
         measured_on["card"] = card()
     with prepared() as folder:
         cases = [Case(folder, setting, seconds) for setting in settings for seconds in arguments.targets]

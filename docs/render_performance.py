@@ -140,11 +140,6 @@ def start(results: dict[str, Any]) -> str:
     return table(["command", "s"], [[f"`{name}`", f"{r['median_s']:.2f}"] for name, r in results["commands"].items()])
 
 
-def gpu_train_some(results: dict[str, Any]) -> str:
-    """Some of the cases, measured again."""
-    return gpu_train(results)
-
-
 def gpu_train(results: dict[str, Any]) -> str:
     """Training on a GPU, side by side; what wasn't measured is left out."""
     names = {
@@ -179,6 +174,11 @@ def gpu_parts(results: dict[str, Any]) -> str:
         ]
         tables.append(table([call["name"], "a step, ms", "tokens/s", "MFU"], rows))
     return "\n\n".join(tables)
+
+
+def gpu_kernels(results: dict[str, Any]) -> str:
+    """What kernels take in each of the ways tried."""
+    return table(["", "µs"], [[row["what"], f"{row['us']:,.0f}"] for row in results["rows"]])
 
 
 def gpu_program(results: dict[str, Any]) -> str:
@@ -314,6 +314,11 @@ def ray_overhead(results: dict[str, Any]) -> str:
     return table(["", "a step, bare, ms", "under Ray, ms", "difference", "of a second bare one"], rows)
 
 
+def ray_overhead_again(results: dict[str, Any]) -> str:
+    """The same, once more."""
+    return ray_overhead(results)
+
+
 def ray_overhead_beside(results: dict[str, Any]) -> str:
     """The same, of workers that run at the same time."""
     return ray_overhead(results)
@@ -348,7 +353,6 @@ def _facts(results: dict[str, Any]) -> str:
 MAKERS = (
     cpu_train,
     gpu_train,
-    gpu_train_some,
     gpu_program,
     gpu_torch,
     gpu_torch_scale,
@@ -357,6 +361,7 @@ MAKERS = (
     gpu_qlora,
     gpu_scale,
     gpu_parts,
+    gpu_kernels,
     gpu_eight,
     prepare,
     nanogpt_way,
@@ -366,6 +371,7 @@ MAKERS = (
     decode_gpu,
     decode_parts,
     ray_overhead,
+    ray_overhead_again,
     ray_overhead_beside,
     ray_overhead_turns,
     ray_overhead_gpu,

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from meshwright.engines.jax.loss import Head, cross_entropy_sum
-from meshwright.models import gradients, kernels
+from meshwright.models import kernels
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import preset
 
@@ -43,13 +43,15 @@ def test_the_gradient_of_gelu_and_its_bias():
     _, back = jax.vjp(lambda x, bias: jax.nn.gelu(x + bias, approximate=True), x, bias)
     for part, wanted in zip(kernels.gelu_backward(x, bias, dy), back(dy), strict=True):
         assert_near(part, wanted)
-    assert_near(gradients.gelu_of_sum(x, bias), jax.nn.gelu(x + bias, approximate=True))
+    assert_near(kernels.gelu(x, bias), jax.nn.gelu(x + bias, approximate=True))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize(("width", "vocab"), [(5000, 4999), (700, 650), (4096, 4096)])
-def test_cross_entropies_and_their_gradients(width, vocab):
+def test_cross_entropies_and_their_gradients(width, vocab, dtype):
     random_numbers = np.random.default_rng(0)
-    scores, targets = 5 * random(7, width), jnp.asarray(random_numbers.integers(0, vocab, 7))
+    given = (5 * random(7, width)).astype(dtype)
+    scores, targets = given.astype(jnp.float32), jnp.asarray(random_numbers.integers(0, vocab, 7))
     weights = jnp.asarray([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1.0])
 
     def plain(scores):
@@ -58,10 +60,20 @@ def test_cross_entropies_and_their_gradients(width, vocab):
         return (each * weights).sum(), each
 
     wanted, each = jax.grad(plain, has_aux=True)(scores)
-    losses, d_scores = kernels.cross_entropy(scores, targets, weights, vocab=vocab, dtype=jnp.float32)
+    losses, d_scores = kernels.cross_entropy(given, targets, weights, vocab=vocab, dtype=jnp.float32)
     assert_near(losses, each)
     assert_near(d_scores, wanted)
     assert not np.asarray(d_scores[:, vocab:]).any()
+    without_target = targets.at[1].set(-100)  # its weight is 0
+    losses, same = kernels.cross_entropy(given, without_target, weights, vocab=vocab, dtype=jnp.float32)
+    np.testing.assert_array_equal(same, d_scores)
+    assert np.isfinite(losses).all()
+
+
+def test_a_score_beyond_half_precision_is_told_by_the_loss():
+    scores = random(3, 300).at[1, 7].set(1e5).astype(jnp.float16)
+    losses, _ = kernels.cross_entropy(scores, jnp.zeros(3, jnp.int32), jnp.ones(3), vocab=300, dtype=jnp.bfloat16)
+    assert np.isfinite(losses).tolist() == [True, False, True]
 
 
 def loss_and_gradient(family):
@@ -88,10 +100,33 @@ def test_a_model_with_kernels_has_the_same_loss_and_gradient(family, monkeypatch
     )
     loss, gradient = loss_and_gradient(family)
     used = {kernel.func.__name__ for kernel in called}
-    assert used == {"_norm_backward", "_cross_entropy"} | ({"_gelu_backward"} if family == "gpt2-tiny" else set())
+    assert used == {"_norm_backward", "_cross_entropy"} | (
+        {"_gelu", "_gelu_backward"} if family == "gpt2-tiny" else set()
+    )
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     for got, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_in_half_precision_are_no_further_from_float32_than_those_of_bfloat16_factors(monkeypatch):
+    x, kernel = random(64, 96), random(96, 300, seed=1) / 2
+    targets = jnp.asarray(np.random.default_rng(0).integers(0, 300, 64))
+
+    def gradients_of(dtype):
+        def loss(x, kernel):
+            return cross_entropy_sum(x.astype(dtype), Head(kernel, None), targets, jnp.ones(64), chunk=64, vocab=300)
+
+        value, parts = jax.value_and_grad(loss, (0, 1))(x, kernel)
+        return float(value), jnp.concatenate([part.ravel() for part in parts])
+
+    exact, exact_gradient = gradients_of(jnp.float32)
+    plain, plain_gradient = gradients_of(jnp.bfloat16)
+    monkeypatch.setattr(kernels, "applies", lambda x: True)
+    by_kernel, by_kernel_gradient = gradients_of(jnp.bfloat16)
+    assert by_kernel != plain  # they do differ
+    assert by_kernel == pytest.approx(exact, rel=3e-5) and plain == pytest.approx(exact, rel=3e-5)
+    off, plain_off = (jnp.linalg.norm(one - exact_gradient) for one in (by_kernel_gradient, plain_gradient))
+    assert off <= 1.1 * plain_off
 
 
 def test_they_are_left_out_on_a_cpu():
@@ -108,9 +143,10 @@ def test_triton_takes_them(monkeypatch, width):
     def all_of_them(x):
         return (
             kernels.norm_backward(x, x, scale, 1e-5, centred=True, beside=x),
+            kernels.gelu(x, scale),
             kernels.gelu_backward(x, scale, x),
-            kernels.cross_entropy(x.astype(jnp.float32), targets, scale[:64], vocab=width - 3, dtype=x.dtype),
+            kernels.cross_entropy(x.astype(jnp.float16), targets, scale[:64], vocab=width - 3, dtype=x.dtype),
         )
 
     text = jax.jit(all_of_them).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 3
+    assert text.count("xla.gpu.triton") == 4

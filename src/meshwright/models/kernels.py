@@ -34,7 +34,8 @@ LEAST_TILE = 16
 _ELEMENTS, _WARPS = 2048, 4  # of a block, and what works on it: 16 elements a thread
 _WIDEST = 16_384
 _ROWS_OF_A_PROGRAM = 32
-_SCORES, _SCORES_WARPS = 4096, 8
+_GELU_COLUMNS, _GELU_ROWS = 512, 2  # of a block
+_SCORES, _SCORES_WARPS = 4096, 16
 
 
 def applies(x: jax.Array) -> bool:
@@ -84,7 +85,8 @@ def _norm_backward_here(x: jax.Array, *more: jax.Array, eps: float, centred: boo
     width = x.shape[-1]
     rows, columns = x.size // width, pl.next_power_of_2(width)
     share = _dividing(rows, _ROWS_OF_A_PROGRAM)
-    block = min(share, max(1, _ELEMENTS // columns))
+    # So few rows that threads have registers for them, and two if they have, as the program waits for each sum of rows.
+    block = min(share, max(1, (_ELEMENTS if columns < _ELEMENTS else 2 * _ELEMENTS) // columns))
     part = jax.ShapeDtypeStruct((rows // share, width), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part, part]
     kernel = partial(_norm_backward, share=share, block=block, columns=columns, width=width, eps=eps, centred=centred)
@@ -134,8 +136,41 @@ def _norm_backward(
         triton.store(ref.at[program, pl.ds(0, columns)], total.sum(axis=0), mask=inside_C)
 
 
+def gelu(x: jax.Array, bias_F: jax.Array) -> jax.Array:
+    """`gelu(x + bias)`, the tanh form, of the type and shape of `x`, `[..., F]`."""
+    return layout().by_rows(_gelu_here, (x,), (bias_F,))
+
+
+def _gelu_here(x: jax.Array, bias_F: jax.Array) -> jax.Array:
+    width = x.shape[-1]
+    rows, columns = x.size // width, _gelu_columns(width)
+    block = _dividing(rows, _GELU_ROWS * _GELU_COLUMNS // columns)
+    grid, shape = (rows // block, -(-width // columns)), jax.ShapeDtypeStruct((rows, width), x.dtype)
+    y = call(partial(_gelu, block=block, columns=columns), grid, shape, bias_F, x.reshape(rows, width))
+    return y.reshape(x.shape)
+
+
+def _gelu(bias_ref: Any, x_ref: Any, y_ref: Any, *, block: int, columns: int) -> None:
+    first = pl.program_id(1) * columns
+    inside_C = first + jnp.arange(columns) < x_ref.shape[1]
+    here = pl.ds(pl.program_id(0) * block, block), pl.ds(first, columns)
+    x = load(x_ref.at[here], inside_C[None]).astype(jnp.float32)
+    x = x + load(bias_ref.at[pl.ds(first, columns)], inside_C).astype(jnp.float32)[None]
+    mask = jnp.broadcast_to(inside_C[None], (block, columns))
+    triton.store(y_ref.at[here], (x * _sigmoid_of_gelu(x)).astype(y_ref.dtype), mask=mask)
+
+
+def _gelu_columns(width: int) -> int:
+    return min(_GELU_COLUMNS, pl.next_power_of_2(width))
+
+
+def _sigmoid_of_gelu(x: jax.Array) -> jax.Array:
+    """What `x` is multiplied by: (1 + tanh(a)) / 2 = sigmoid(2 a), in a power of two, which a GPU has."""
+    return 1.0 / (1.0 + jnp.exp2(x * (-2.0 * GELU_SCALE / math.log(2.0)) * (1.0 + GELU_CUBIC * x * x)))
+
+
 def gelu_backward(x: jax.Array, bias_F: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradient of `gelu(x + bias)`, the tanh form.
+    """The gradient of `gelu(x, bias)`.
 
     Arguments:
         x, dy: what went in, `[..., F]`, and the gradient of what came out.
@@ -150,43 +185,34 @@ def gelu_backward(x: jax.Array, bias_F: jax.Array, dy: jax.Array) -> tuple[jax.A
 
 def _gelu_backward_here(x: jax.Array, dy: jax.Array, bias_F: jax.Array) -> list[jax.Array]:
     width = x.shape[-1]
-    rows, columns = x.size // width, min(_ELEMENTS // 2, pl.next_power_of_2(width))
+    rows, columns = x.size // width, _gelu_columns(width)
     share = _dividing(rows, _ROWS_OF_A_PROGRAM)
+    block = min(share, _GELU_ROWS * _GELU_COLUMNS // columns)
     part = jax.ShapeDtypeStruct((rows // share, width), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part]
-    block = min(share, _ELEMENTS // columns)
-    kernel = partial(_gelu_backward, share=share, block=block, columns=columns, width=width)
+    kernel = partial(_gelu_backward, share=share, block=block, columns=columns)
     given = (of_rows.reshape(rows, width) for of_rows in (x, dy))
     dx, biases_PF = call(kernel, (rows // share, -(-width // columns)), shapes, bias_F, *given)
     return [dx.reshape(x.shape), biases_PF]
 
 
 def _gelu_backward(
-    bias_ref: Any,
-    x_ref: Any,
-    dy_ref: Any,
-    dx_ref: Any,
-    d_bias_ref: Any,
-    *,
-    share: int,
-    block: int,
-    columns: int,
-    width: int,
+    bias_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, d_bias_ref: Any, *, share: int, block: int, columns: int
 ) -> None:
     program, first = pl.program_id(0), pl.program_id(1) * columns
-    inside_C = first + jnp.arange(columns) < width
+    inside_C = first + jnp.arange(columns) < x_ref.shape[1]
     inside = jnp.broadcast_to(inside_C[None], (block, columns))
-    bias_C = triton.load(bias_ref.at[pl.ds(first, columns)], mask=inside_C, other=0.0).astype(jnp.float32)
+    bias_C = load(bias_ref.at[pl.ds(first, columns)], inside_C).astype(jnp.float32)
 
     def one(index: jax.Array, sums: jax.Array) -> jax.Array:
         here = pl.ds(program * share + index * block, block), pl.ds(first, columns)
-        x, dy = (triton.load(ref.at[here], mask=inside, other=0.0).astype(jnp.float32) for ref in (x_ref, dy_ref))
+        x, dy = (load(ref.at[here], inside_C[None]).astype(jnp.float32) for ref in (x_ref, dy_ref))
         x = x + bias_C[None]
-        inner = GELU_SCALE * (x + GELU_CUBIC * x * x * x)
-        tanh = 1.0 - 2.0 / (jnp.exp(2.0 * inner) + 1.0)
-        slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
-        triton.store(dx_ref.at[here], (dy * slope).astype(dx_ref.dtype), mask=inside)
-        return sums + dy * slope
+        sigmoid = _sigmoid_of_gelu(x)
+        inner = GELU_SCALE * (2.0 + 6.0 * GELU_CUBIC * x * x)  # the slope of what the sigmoid is of
+        dx = dy * (sigmoid + x * sigmoid * (1.0 - sigmoid) * inner)
+        triton.store(dx_ref.at[here], dx.astype(dx_ref.dtype), mask=inside)
+        return sums + dx
 
     total = jax.lax.fori_loop(0, share // block, one, jnp.zeros((block, columns), jnp.float32))
     triton.store(d_bias_ref.at[program, pl.ds(first, columns)], total.sum(axis=0), mask=inside_C)
@@ -198,7 +224,7 @@ def cross_entropy(
     """Cross-entropies and their gradients by the scores, which are read twice.
 
     Arguments:
-        scores_NV: float32.
+        scores_NV: of any type of floating point.
         targets_N: the token that came.
         weights_N: what each token's gradient is multiplied by.
         vocab: scores from here on are padding.
@@ -226,35 +252,37 @@ def _cross_entropy(
     width: int,
     vocab: int,
 ) -> None:
-    row = pl.program_id(0)
-    target, weight = targets_ref[row], weights_ref[row]
-    lowest = float(jnp.finfo(jnp.float32).min)
+    row, blocks = pl.program_id(0), -(-width // columns)
+    target, weight = jnp.clip(targets_ref[row], 0, vocab - 1), weights_ref[row]
+    log2_e = 1.0 / math.log(2.0)
+    lowest = float(max(jnp.finfo(scores_ref.dtype).min, jnp.finfo(jnp.float32).min / 2))  # twice that is finite, too
 
     def scores(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Their columns, and scores as powers of two, which a GPU has."""
         column_C = index * columns + jnp.arange(columns)
         here = scores_ref.at[row, pl.ds(index * columns, columns)]
-        return column_C, triton.load(here, mask=column_C < vocab, other=lowest)
+        return column_C, triton.load(here, mask=column_C < vocab, other=lowest).astype(jnp.float32) * log2_e
 
     def include(index: jax.Array, met: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        highest, sums_C = met
-        _, scores_C = scores(index)
-        higher = jnp.maximum(highest, scores_C.max(axis=0))
-        return higher, sums_C * jnp.exp(highest - higher) + jnp.exp(scores_C - higher)
+        """Softmax with a block more (Milakov and Gimelshein, 2018), of each place by itself, so that none waits."""
+        (highest_C, sums_C), (_, scores_C) = met, scores(index)
+        higher_C = jnp.maximum(highest_C, scores_C)
+        return higher_C, sums_C * jnp.exp2(highest_C - higher_C) + jnp.exp2(scores_C - higher_C)
 
-    blocks = -(-width // columns)
-    start = jnp.float32(lowest), jnp.zeros(columns, jnp.float32)
-    highest, sums_C = jax.lax.fori_loop(0, blocks, include, start)
-    log_sum = highest + jnp.log(sums_C.sum(axis=0))
+    start = jnp.full(columns, lowest * log2_e, jnp.float32), jnp.zeros(columns, jnp.float32)
+    highest_C, sums_C = jax.lax.fori_loop(0, blocks, include, start)
+    highest = highest_C.max(axis=0)
+    log_sum = highest + jnp.log2((sums_C * jnp.exp2(highest_C - highest)).sum(axis=0))
 
-    def write(index: jax.Array, score: jax.Array) -> jax.Array:
+    def write(step: jax.Array, _: None) -> None:
+        index = blocks - 1 - step  # what was read last may still be in the cache
         column_C, scores_C = scores(index)
-        hit_C = column_C == target
-        d_scores_C = weight * (jnp.exp(scores_C - log_sum) - jnp.where(hit_C, 1.0, 0.0))
+        d_scores_C = weight * (jnp.exp2(scores_C - log_sum) - jnp.where(column_C == target, 1.0, 0.0))
         here = d_scores_ref.at[row, pl.ds(index * columns, columns)]
         triton.store(here, d_scores_C.astype(d_scores_ref.dtype), mask=column_C < width)
-        return score + jnp.where(hit_C, scores_C, 0.0).sum(axis=0)
 
-    losses_ref[row] = log_sum - jax.lax.fori_loop(0, blocks, write, jnp.float32(0.0))
+    jax.lax.fori_loop(0, blocks, write, None)
+    losses_ref[row] = log_sum / log2_e - scores_ref[row, target].astype(jnp.float32)
 
 
 def call(

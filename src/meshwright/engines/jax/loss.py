@@ -113,6 +113,9 @@ def cross_entropy_sum(
 ) -> jax.Array:
     """Sum of the cross-entropies of the targets, in nats; scores and softmax in float32.
 
+    Where `kernels.cross_entropy` makes them of 16-bit activations, scores are rounded to half precision, 11 bits, of
+    which none may reach 65,504.
+
     Scores are made a chunk of tokens at a time, never all at once. Where the gradient is wanted, it is computed along
     with the loss, while the scores of a chunk are at hand; the backward pass only scales it.
 
@@ -158,10 +161,20 @@ def _total_and_gradient(
     x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ):
     wide = _widened(head, x_ND)
+    by_kernel = not layout().on_mesh and kernels.applies(x_ND) and wide.bias_V is None and not softcap
+    # Scores in half precision are half as much to write and read as in float32, and of 8 times bfloat16's precision.
+    kind = jnp.float32 if x_ND.dtype == jnp.float32 else jnp.float16
+    scoring_DV = wide.kernel_DV.astype(kind) if by_kernel else None
 
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
-        losses_C, d_scores_CV = _losses_and_gradients(x_CD, wide, targets_C, weights_C, vocab, softcap)
+        if scoring_DV is None:
+            losses_C, d_scores_CV = _losses_and_gradients(x_CD, wide, targets_C, weights_C, vocab, softcap)
+        else:
+            scores_CV = jnp.dot(x_CD.astype(kind), scoring_DV, preferred_element_type=kind)
+            losses_C, d_scores_CV = kernels.cross_entropy(
+                scores_CV, targets_C, weights_C, vocab=vocab, dtype=x_CD.dtype
+            )
         d_kernel_DV = jnp.dot(settled(x_CD.T), d_scores_CV, preferred_element_type=jnp.float32)
         d_bias_V = None if d_head.bias_V is None else d_head.bias_V + d_scores_CV.astype(jnp.float32).sum(axis=0)
         d_x_CD = d_scores_CV @ wide.kernel_DV.T
@@ -177,9 +190,6 @@ def _losses_and_gradients(
     x_CD: jax.Array, head: Head, targets_C: jax.Array, weights_C: jax.Array, vocab: int, softcap: float
 ) -> tuple[jax.Array, jax.Array]:
     """The cross-entropies of a chunk, `[C]`, and the weighed gradients by its scores, `[C, V]`."""
-    if not layout().on_mesh and kernels.applies(x_CD) and head.bias_V is None and not softcap:
-        scores_CV = jnp.dot(x_CD, head.kernel_DV, preferred_element_type=jnp.float32)
-        return kernels.cross_entropy(scores_CV, targets_C, weights_C, vocab=vocab, dtype=x_CD.dtype)
     scores_CV, slope_CV = _scores(x_CD, head, vocab, softcap)
     highest_C1 = scores_CV.max(axis=-1, keepdims=True)
     exp_CV = jnp.exp(scores_CV - highest_C1)
