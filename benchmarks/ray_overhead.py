@@ -1,6 +1,7 @@
 """What Ray costs a step.
 
     python benchmarks/ray_overhead.py           CPU workers: writes results/ray_overhead.json
+    python benchmarks/ray_overhead.py --settings …   some of these: results/ray_overhead_some.json
     python benchmarks/ray_overhead.py --gpu     a worker with a GPU: results/ray_overhead_gpu.json
 
 Step time under Ray Train (`launch.kind = "ray"`) beside the same processes bare (`launch.kind = "processes"`), for
@@ -162,6 +163,8 @@ def main() -> None:
     arguments = parser.parse_args()
     measured_on, began = machine("jax", "ray", "flax", "orbax-checkpoint"), time.perf_counter()
     turns, settings, result = 0, arguments.settings, "ray_overhead"
+    if settings != list(ON_CPU):
+        result += "_some"
     if arguments.gpu:
         turns, settings, result = arguments.turns, list(ON_GPU), "ray_overhead_gpu"
         measured_on["card"] = card()

@@ -177,8 +177,10 @@ def gpu_parts(results: dict[str, Any]) -> str:
 
 
 def gpu_kernels(results: dict[str, Any]) -> str:
-    """What kernels take in each of the ways tried."""
-    return table(["", "µs"], [[row["what"], f"{row['us']:,.0f}"] for row in results["rows"]])
+    """What kernels take in each of the ways tried, and what of a step goes where."""
+    kernels = table(["", "µs"], [[row["what"], f"{row['us']:,.0f}"] for row in results["rows"]])
+    step = table(["a step of gpt2-124m", "ms"], [[what, f"{ms:.1f}"] for what, ms in results["of_step_ms"].items()])
+    return f"{kernels}\n\n{step}"
 
 
 def gpu_program(results: dict[str, Any]) -> str:
@@ -314,8 +316,8 @@ def ray_overhead(results: dict[str, Any]) -> str:
     return table(["", "a step, bare, ms", "under Ray, ms", "difference", "of a second bare one"], rows)
 
 
-def ray_overhead_again(results: dict[str, Any]) -> str:
-    """The same, once more."""
+def ray_overhead_some(results: dict[str, Any]) -> str:
+    """The same of some of the settings."""
     return ray_overhead(results)
 
 
@@ -371,7 +373,7 @@ MAKERS = (
     decode_gpu,
     decode_parts,
     ray_overhead,
-    ray_overhead_again,
+    ray_overhead_some,
     ray_overhead_beside,
     ray_overhead_turns,
     ray_overhead_gpu,

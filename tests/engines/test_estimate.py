@@ -27,7 +27,7 @@ from meshwright.engines.jax.estimate import (
 from meshwright.engines.jax.memory_check import compiled_bytes, device_memory, fitting_train_step
 from meshwright.engines.jax.program import Program
 from meshwright.errors import UserError
-from meshwright.models import flash
+from meshwright.models import flash, kernels
 from meshwright.models.decoder import Decoder, active_parameter_count, parameter_count
 from meshwright.models.spec import preset
 
@@ -86,6 +86,23 @@ def test_no_kernels_are_joined_on_a_gpu(monkeypatch):
     assert kernels() > 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert kernels() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "by_kernel"),
+    [
+        ({}, {"train": {"compute_dtype": "bfloat16"}}, True),
+        ({}, {}, False),
+        ({"final_softcap": 30.0}, {"train": {"compute_dtype": "bfloat16"}}, False),
+    ],
+)
+def test_scores_for_a_kernel_take_half_as_much_and_the_head_twice(monkeypatch, model, sections, by_kernel):
+    run = make({"vocab_size": 100_000, **model}, **sections)
+    program = program_of(run)
+    monkeypatch.setattr(kernels, "capability", lambda: 9.0)
+    work = estimate(run, program.spec, program.mesh, program.state, program.dtype).work
+    tokens = run.train.batch_size * run.train.sequence_length
+    assert work == 100_000 * (4 * (tokens + program.spec.width) if by_kernel else 8 * tokens)
 
 
 def test_flops_of_gpt2_by_hand():

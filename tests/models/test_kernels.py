@@ -65,9 +65,10 @@ def test_cross_entropies_and_their_gradients(width, vocab, dtype):
     assert_near(d_scores, wanted)
     assert not np.asarray(d_scores[:, vocab:]).any()
     without_target = targets.at[1].set(-100)  # its weight is 0
+    of_first, _ = kernels.cross_entropy(given, targets.at[1].set(0), weights, vocab=vocab, dtype=jnp.float32)
     losses, same = kernels.cross_entropy(given, without_target, weights, vocab=vocab, dtype=jnp.float32)
     np.testing.assert_array_equal(same, d_scores)
-    assert np.isfinite(losses).all()
+    np.testing.assert_array_equal(losses, of_first)
 
 
 def test_a_score_beyond_half_precision_is_told_by_the_loss():
@@ -108,13 +109,15 @@ def test_a_model_with_kernels_has_the_same_loss_and_gradient(family, monkeypatch
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_in_half_precision_are_no_further_from_float32_than_those_of_bfloat16_factors(monkeypatch):
-    x, kernel = random(64, 96), random(96, 300, seed=1) / 2
-    targets = jnp.asarray(np.random.default_rng(0).integers(0, 300, 64))
+@pytest.mark.parametrize("common", [0.0, -35.0, -110.0])  # GPT-2's scores lie about the last
+def test_scores_in_half_precision_are_no_further_from_float32_than_bfloat16_factors_are(monkeypatch, common):
+    x, kernel = 1 + random(256, 256), random(256, 1000, seed=1) / 4 + common / 256
+    targets = jnp.asarray(np.random.default_rng(0).integers(0, 1000, 256))
 
     def gradients_of(dtype):
         def loss(x, kernel):
-            return cross_entropy_sum(x.astype(dtype), Head(kernel, None), targets, jnp.ones(64), chunk=64, vocab=300)
+            head, ones = Head(kernel, None), jnp.ones(256)
+            return cross_entropy_sum(x.astype(dtype), head, targets, ones, chunk=128, vocab=1000)
 
         value, parts = jax.value_and_grad(loss, (0, 1))(x, kernel)
         return float(value), jnp.concatenate([part.ravel() for part in parts])
@@ -124,7 +127,7 @@ def test_scores_in_half_precision_are_no_further_from_float32_than_those_of_bflo
     monkeypatch.setattr(kernels, "applies", lambda x: True)
     by_kernel, by_kernel_gradient = gradients_of(jnp.bfloat16)
     assert by_kernel != plain  # they do differ
-    assert by_kernel == pytest.approx(exact, rel=3e-5) and plain == pytest.approx(exact, rel=3e-5)
+    assert by_kernel == pytest.approx(exact, rel=5e-5) and plain == pytest.approx(exact, rel=5e-5)
     off, plain_off = (jnp.linalg.norm(one - exact_gradient) for one in (by_kernel_gradient, plain_gradient))
     assert off <= 1.1 * plain_off
 

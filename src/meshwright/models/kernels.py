@@ -85,7 +85,7 @@ def _norm_backward_here(x: jax.Array, *more: jax.Array, eps: float, centred: boo
     width = x.shape[-1]
     rows, columns = x.size // width, pl.next_power_of_2(width)
     share = _dividing(rows, _ROWS_OF_A_PROGRAM)
-    # So few rows that threads have registers for them, and two if they have, as the program waits for each sum of rows.
+    # A program waits for each sum, so two rows of middling width go together; of wider ones registers hold one alone.
     block = min(share, max(1, (_ELEMENTS if columns < _ELEMENTS else 2 * _ELEMENTS) // columns))
     part = jax.ShapeDtypeStruct((rows // share, width), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part, part]

@@ -24,7 +24,7 @@ from meshwright.engines.jax.rules import ACTIVATIONS, GATHERED
 from meshwright.engines.jax.sharding import specs_of
 from meshwright.engines.jax.state import StatePlan
 from meshwright.engines.jax.step import loss_chunk, scans_layers
-from meshwright.models import flash
+from meshwright.models import flash, kernels
 from meshwright.models.decoder import active_parameter_count
 from meshwright.models.gradients import Scoring
 from meshwright.models.layers import joins_linears
@@ -357,14 +357,20 @@ def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:
 
 
 def _loss(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
-    """The head's part and a chunk's work: `2 N D s`, trained `+ 4 D V`, and for a chunk of c tokens `8 c V`."""
+    """The head's part and a chunk's work: `2 N D s`, trained `+ 4 D V`, and for a chunk of c tokens `8 c V`; where a
+    kernel takes scores up in half precision, `4 c V`, and twice the head in 16 bits, `4 D V`."""
     sizes = run_mesh.sizes
     tokens, vocab = share.tokens, -(-spec.vocab_size // share.tensor)
     if sizes["pipeline"] > 1:
         time_shares = run_mesh.loss_shares(run)[1] // sizes["context"]
         tokens = run_mesh.accumulate * share.tokens // time_shares
     head = 2 * tokens * spec.width * share.number + (0 if run.lora.rank else _FLOAT32 * spec.width * vocab)
-    return head, 2 * _FLOAT32 * min(loss_chunk(spec.vocab_size), tokens) * vocab
+    chunk = min(loss_chunk(spec.vocab_size), tokens)
+    is_whole = all(size == 1 for axis, size in sizes.items() if axis not in ACTIVATIONS["batch"])
+    by_kernel = is_whole and kernels.capability() >= kernels.LEAST_CAPABILITY and share.number < _FLOAT32
+    if by_kernel and not spec.head_bias and not spec.final_softcap:
+        return head, 4 * (chunk + spec.width) * vocab
+    return head, 2 * _FLOAT32 * chunk * vocab
 
 
 def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, share: Share) -> int:

@@ -111,10 +111,10 @@ def cross_entropy_sum(
     vocab: int,
     softcap: float = 0.0,
 ) -> jax.Array:
-    """Sum of the cross-entropies of the targets, in nats; scores and softmax in float32.
+    """Sum of the cross-entropies of the targets, in nats; softmax in float32, and scores, too, but for one case.
 
-    Where `kernels.cross_entropy` makes them of 16-bit activations, scores are rounded to half precision, 11 bits, of
-    which none may reach 65,504.
+    In training on 16-bit activations where `kernels.cross_entropy` takes scores up, these are rounded to half precision
+    (11 bits), less what all scores of a token have in common; beyond 65,504 the loss isn't finite.
 
     Scores are made a chunk of tokens at a time, never all at once. Where the gradient is wanted, it is computed along
     with the loss, while the scores of a chunk are at hand; the backward pass only scales it.
@@ -162,15 +162,14 @@ def _total_and_gradient(
 ):
     wide = _widened(head, x_ND)
     by_kernel = not layout().on_mesh and kernels.applies(x_ND) and wide.bias_V is None and not softcap
-    # Scores in half precision are half as much to write and read as in float32, and of 8 times bfloat16's precision.
-    kind = jnp.float32 if x_ND.dtype == jnp.float32 else jnp.float16
-    scoring_DV = wide.kernel_DV.astype(kind) if by_kernel else None
+    scoring_DV = None if not by_kernel else wide.kernel_DV if x_ND.dtype == jnp.float32 else _halved(wide, vocab)
 
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
         if scoring_DV is None:
             losses_C, d_scores_CV = _losses_and_gradients(x_CD, wide, targets_C, weights_C, vocab, softcap)
         else:
+            kind = scoring_DV.dtype
             scores_CV = jnp.dot(x_CD.astype(kind), scoring_DV, preferred_element_type=kind)
             losses_C, d_scores_CV = kernels.cross_entropy(
                 scores_CV, targets_C, weights_C, vocab=vocab, dtype=x_CD.dtype
@@ -184,6 +183,16 @@ def _total_and_gradient(
     (total, d_wide), d_x = jax.lax.scan(add, (jnp.zeros(()), zeros), _chunks(chunk, x_ND, targets_N, weights_N))
     d_head = jax.tree.map(lambda d, leaf: d[..., : leaf.shape[-1]].astype(leaf.dtype), d_wide, head)
     return total, (d_x.reshape(x_ND.shape), d_head)
+
+
+def _halved(head: Head, vocab: int) -> jax.Array:
+    """A kernel in half precision, whose scores are half as much to write and read as in float32.
+
+    The mean of its columns is taken off, by which all scores of a token move alike, so that softmax stays: those of
+    GPT-2 lie about -100, where half precision's steps are 0.06.
+    """
+    kernel_DV = head.kernel_DV.astype(jnp.float32)
+    return (kernel_DV - kernel_DV[:, :vocab].mean(axis=1, keepdims=True)).astype(jnp.float16)
 
 
 def _losses_and_gradients(
