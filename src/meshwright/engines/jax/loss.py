@@ -162,7 +162,7 @@ def _total_and_gradient(
 ):
     wide = _widened(head, x_ND)
     by_kernel = not layout().on_mesh and kernels.applies(x_ND) and wide.bias_V is None and not softcap
-    scoring_DV = None if not by_kernel else wide.kernel_DV if x_ND.dtype == jnp.float32 else _halved(wide, vocab)
+    scoring_DV = _for_scores(wide.kernel_DV, vocab) if by_kernel else None
 
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
@@ -185,14 +185,16 @@ def _total_and_gradient(
     return total, (d_x.reshape(x_ND.shape), d_head)
 
 
-def _halved(head: Head, vocab: int) -> jax.Array:
-    """A kernel in half precision, whose scores are half as much to write and read as in float32.
+def _for_scores(kernel_DV: jax.Array, vocab: int) -> jax.Array:
+    """The kernel that scores are made with: one of 16 bits in half precision, so that scores are half as much to read.
 
     The mean of its columns is taken off, by which all scores of a token move alike, so that softmax stays: those of
     GPT-2 lie about -100, where half precision's steps are 0.06.
     """
-    kernel_DV = head.kernel_DV.astype(jnp.float32)
-    return (kernel_DV - kernel_DV[:, :vocab].mean(axis=1, keepdims=True)).astype(jnp.float16)
+    if kernel_DV.dtype == jnp.float32:
+        return kernel_DV
+    exact_DV = kernel_DV.astype(jnp.float32)
+    return (exact_DV - exact_DV[:, :vocab].mean(axis=1, keepdims=True)).astype(jnp.float16)
 
 
 def _losses_and_gradients(
