@@ -71,7 +71,7 @@ def test_a_worker_and_then_the_coordinator_is_killed(train, unbroken):
     os.kill(coordinator, signal.SIGKILL)
     assert training.end() == 0, training.output
     assert training.losses == unbroken
-    assert training.starts() == 3
+    assert training.starts() == 3, training.output
     assert training.output.count("the workers start again") == 2 and "(failure 2)" in training.output
     assert training.output.count("resuming at step") == 2
 

@@ -27,7 +27,7 @@ def assert_near(got, wanted, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(64, 96), (6, 100), (5, 2500)])
+@pytest.mark.parametrize(("rows", "width"), [(64, 96), (64, 600), (6, 100), (16, 2500), (5, 5000)])
 def test_the_gradient_of_a_norm(rows, width, centred):
     x, dy, beside = (random(rows, width, seed=seed) for seed in range(3))
     x, scale = 3 * x + 1, random(width, seed=3)
@@ -117,7 +117,7 @@ def test_scores_in_half_precision_are_no_further_from_float32_than_bfloat16_fact
     def gradients_of(dtype):
         def loss(x, kernel):
             head, ones = Head(kernel, None), jnp.ones(256)
-            return cross_entropy_sum(x.astype(dtype), head, targets, ones, chunk=128, vocab=1000)
+            return cross_entropy_sum(x.astype(dtype), head, targets, ones, chunk=64, vocab=1000)
 
         value, parts = jax.value_and_grad(loss, (0, 1))(x, kernel)
         return float(value), jnp.concatenate([part.ravel() for part in parts])

@@ -31,10 +31,13 @@ LEAST_CAPABILITY = 8.0
 LEAST_TILE = 16
 """The fewest rows and columns of a product on tensor cores."""
 
-_ELEMENTS, _WARPS = 2048, 4  # of a block, and what works on it: 16 elements a thread
+_WARPS = 4
 _WIDEST = 16_384
 _ROWS_OF_A_PROGRAM = 32
-_GELU_COLUMNS, _GELU_ROWS = 512, 2  # of a block
+_NORM_ELEMENTS = 1024  # of a warp
+_NORM_WARPS = 1024  # of all programs together: fewer don't keep the card's memory at work
+_GELU_COLUMNS, _GELU_WARPS, _GELU_ROWS = 512, 2, 8
+_GELU_BACKWARD_COLUMNS, _GELU_BACKWARD_WARPS = 256, 1
 _SCORES, _SCORES_WARPS = 4096, 16
 
 
@@ -84,15 +87,24 @@ def _norm_backward_here(x: jax.Array, *more: jax.Array, eps: float, centred: boo
     *others, scale_D = more
     width = x.shape[-1]
     rows, columns = x.size // width, pl.next_power_of_2(width)
-    share = _dividing(rows, _ROWS_OF_A_PROGRAM)
-    # A program waits for each sum, so two rows of middling width go together; of wider ones registers hold one alone.
-    block = min(share, max(1, (_ELEMENTS if columns < _ELEMENTS else 2 * _ELEMENTS) // columns))
+    share, block, warps = _norm_blocks(rows, columns)
     part = jax.ShapeDtypeStruct((rows // share, width), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part, part]
     kernel = partial(_norm_backward, share=share, block=block, columns=columns, width=width, eps=eps, centred=centred)
     given = (of_rows.reshape(rows, width) for of_rows in (x, *others))
-    dx, *parts = call(kernel, (rows // share,), shapes, scale_D, *given)
+    dx, *parts = call(kernel, (rows // share,), shapes, scale_D, *given, warps=warps)
     return [dx.reshape(x.shape), *parts]
+
+
+def _norm_blocks(rows: int, columns: int) -> tuple[int, int, int]:
+    """How many rows are a program's, how many of these it takes at a time, and how many warps it has."""
+    at_once = max(1, _NORM_ELEMENTS // columns)
+    if _NORM_ELEMENTS < columns <= 4 * _NORM_ELEMENTS:
+        at_once = 2  # several warps wait for each other at each sum: for those of two rows, where registers hold them
+    warps = at_once * columns // _NORM_ELEMENTS
+    wanted = pl.next_power_of_2(max(_ROWS_OF_A_PROGRAM // 4, rows * warps // _NORM_WARPS))
+    share = _dividing(rows, min(_ROWS_OF_A_PROGRAM, wanted))
+    return share, min(share, at_once), warps
 
 
 def _norm_backward(
@@ -111,14 +123,16 @@ def _norm_backward(
     program = pl.program_id(0)
     inside_C = jnp.arange(columns) < width
     inside = jnp.broadcast_to(inside_C[None], (block, columns))
-    scale_C = triton.load(scale_ref.at[pl.ds(0, columns)], mask=inside_C, other=0.0).astype(jnp.float32)
+    scale_C = load(scale_ref.at[pl.ds(0, columns)], inside_C).astype(jnp.float32)
 
-    def one(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        here = pl.ds(program * share + index * block, block), pl.ds(0, columns)
-        x, dy, *beside = (
-            triton.load(ref.at[here], mask=inside, other=0.0).astype(jnp.float32)
-            for ref in (x_ref, dy_ref, *beside_ref)
-        )
+    def rows(index: jax.Array) -> Any:
+        return pl.ds(program * share + index * block, block), pl.ds(0, columns)
+
+    def read(index: jax.Array) -> list[jax.Array]:
+        return [load(ref.at[rows(index)], inside) for ref in (x_ref, dy_ref, *beside_ref)]
+
+    def work(index: jax.Array, given: list[jax.Array], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x, dy, *beside = (part.astype(jnp.float32) for part in given)
         if centred:
             x = jnp.where(inside, x - x.sum(axis=1)[:, None] / width, 0.0)
         inverse = jax.lax.rsqrt((x * x).sum(axis=1) / width + eps)[:, None]
@@ -127,11 +141,11 @@ def _norm_backward(
         if centred:
             dx = dx - dn.sum(axis=1)[:, None] / width
         dx = inverse * dx + (beside[0] if beside else 0.0)
-        triton.store(dx_ref.at[here], dx.astype(dx_ref.dtype), mask=inside)
+        triton.store(dx_ref.at[rows(index)], dx.astype(dx_ref.dtype), mask=inside)
         return sums[0] + dy * normed, sums[1] + dy
 
     zeros = jnp.zeros((block, columns), jnp.float32)
-    d_scale, d_bias = jax.lax.fori_loop(0, share // block, one, (zeros, zeros))
+    d_scale, d_bias = _in_rounds(share // block, read, work, (zeros, zeros))
     for ref, total in ((d_scale_ref, d_scale), (d_bias_ref, d_bias)):
         triton.store(ref.at[program, pl.ds(0, columns)], total.sum(axis=0), mask=inside_C)
 
@@ -143,25 +157,28 @@ def gelu(x: jax.Array, bias_F: jax.Array) -> jax.Array:
 
 def _gelu_here(x: jax.Array, bias_F: jax.Array) -> jax.Array:
     width = x.shape[-1]
-    rows, columns = x.size // width, _gelu_columns(width)
-    block = _dividing(rows, _GELU_ROWS * _GELU_COLUMNS // columns)
-    grid, shape = (rows // block, -(-width // columns)), jax.ShapeDtypeStruct((rows, width), x.dtype)
-    y = call(partial(_gelu, block=block, columns=columns), grid, shape, bias_F, x.reshape(rows, width))
-    return y.reshape(x.shape)
+    rows, columns = x.size // width, min(_GELU_COLUMNS, pl.next_power_of_2(width))
+    share = _dividing(rows, _GELU_ROWS)
+    grid, shape = (rows // share, -(-width // columns)), jax.ShapeDtypeStruct((rows, width), x.dtype)
+    kernel = partial(_gelu, share=share, columns=columns)
+    return call(kernel, grid, shape, bias_F, x.reshape(rows, width), warps=_GELU_WARPS).reshape(x.shape)
 
 
-def _gelu(bias_ref: Any, x_ref: Any, y_ref: Any, *, block: int, columns: int) -> None:
-    first = pl.program_id(1) * columns
+def _gelu(bias_ref: Any, x_ref: Any, y_ref: Any, *, share: int, columns: int) -> None:
+    program, first = pl.program_id(0), pl.program_id(1) * columns
+    here = pl.ds(first, columns)
     inside_C = first + jnp.arange(columns) < x_ref.shape[1]
-    here = pl.ds(pl.program_id(0) * block, block), pl.ds(first, columns)
-    x = load(x_ref.at[here], inside_C[None]).astype(jnp.float32)
-    x = x + load(bias_ref.at[pl.ds(first, columns)], inside_C).astype(jnp.float32)[None]
-    mask = jnp.broadcast_to(inside_C[None], (block, columns))
-    triton.store(y_ref.at[here], (x * _sigmoid_of_gelu(x)).astype(y_ref.dtype), mask=mask)
+    bias_C = load(bias_ref.at[here], inside_C).astype(jnp.float32)
 
+    def read(index: jax.Array) -> jax.Array:
+        return load(x_ref.at[program * share + index, here], inside_C)
 
-def _gelu_columns(width: int) -> int:
-    return min(_GELU_COLUMNS, pl.next_power_of_2(width))
+    def work(index: jax.Array, x_C: jax.Array, _: None) -> None:
+        x_C = x_C.astype(jnp.float32) + bias_C
+        y_C = (x_C * _sigmoid_of_gelu(x_C)).astype(y_ref.dtype)
+        triton.store(y_ref.at[program * share + index, here], y_C, mask=inside_C)
+
+    _in_rounds(share, read, work, None)
 
 
 def _sigmoid_of_gelu(x: jax.Array) -> jax.Array:
@@ -185,37 +202,40 @@ def gelu_backward(x: jax.Array, bias_F: jax.Array, dy: jax.Array) -> tuple[jax.A
 
 def _gelu_backward_here(x: jax.Array, dy: jax.Array, bias_F: jax.Array) -> list[jax.Array]:
     width = x.shape[-1]
-    rows, columns = x.size // width, _gelu_columns(width)
+    rows, columns = x.size // width, min(_GELU_BACKWARD_COLUMNS, pl.next_power_of_2(width))
     share = _dividing(rows, _ROWS_OF_A_PROGRAM)
-    block = min(share, _GELU_ROWS * _GELU_COLUMNS // columns)
     part = jax.ShapeDtypeStruct((rows // share, width), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((rows, width), x.dtype), part]
-    kernel = partial(_gelu_backward, share=share, block=block, columns=columns)
+    kernel = partial(_gelu_backward, share=share, columns=columns)
     given = (of_rows.reshape(rows, width) for of_rows in (x, dy))
-    dx, biases_PF = call(kernel, (rows // share, -(-width // columns)), shapes, bias_F, *given)
+    dx, biases_PF = call(
+        kernel, (rows // share, -(-width // columns)), shapes, bias_F, *given, warps=_GELU_BACKWARD_WARPS
+    )
     return [dx.reshape(x.shape), biases_PF]
 
 
 def _gelu_backward(
-    bias_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, d_bias_ref: Any, *, share: int, block: int, columns: int
+    bias_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, d_bias_ref: Any, *, share: int, columns: int
 ) -> None:
     program, first = pl.program_id(0), pl.program_id(1) * columns
+    here = pl.ds(first, columns)
     inside_C = first + jnp.arange(columns) < x_ref.shape[1]
-    inside = jnp.broadcast_to(inside_C[None], (block, columns))
-    bias_C = load(bias_ref.at[pl.ds(first, columns)], inside_C).astype(jnp.float32)
+    bias_C = load(bias_ref.at[here], inside_C).astype(jnp.float32)
 
-    def one(index: jax.Array, sums: jax.Array) -> jax.Array:
-        here = pl.ds(program * share + index * block, block), pl.ds(first, columns)
-        x, dy = (load(ref.at[here], inside_C[None]).astype(jnp.float32) for ref in (x_ref, dy_ref))
-        x = x + bias_C[None]
-        sigmoid = _sigmoid_of_gelu(x)
-        inner = GELU_SCALE * (2.0 + 6.0 * GELU_CUBIC * x * x)  # the slope of what the sigmoid is of
-        dx = dy * (sigmoid + x * sigmoid * (1.0 - sigmoid) * inner)
-        triton.store(dx_ref.at[here], dx.astype(dx_ref.dtype), mask=inside)
-        return sums + dx
+    def read(index: jax.Array) -> list[jax.Array]:
+        return [load(ref.at[program * share + index, here], inside_C) for ref in (x_ref, dy_ref)]
 
-    total = jax.lax.fori_loop(0, share // block, one, jnp.zeros((block, columns), jnp.float32))
-    triton.store(d_bias_ref.at[program, pl.ds(first, columns)], total.sum(axis=0), mask=inside_C)
+    def work(index: jax.Array, given: list[jax.Array], sum_C: jax.Array) -> jax.Array:
+        x_C, dy_C = (part.astype(jnp.float32) for part in given)
+        x_C = x_C + bias_C
+        sigmoid_C = _sigmoid_of_gelu(x_C)
+        inner_C = GELU_SCALE * (2.0 + 6.0 * GELU_CUBIC * x_C * x_C)  # the slope of what the sigmoid is of
+        dx_C = dy_C * (sigmoid_C + x_C * sigmoid_C * (1.0 - sigmoid_C) * inner_C)
+        triton.store(dx_ref.at[program * share + index, here], dx_C.astype(dx_ref.dtype), mask=inside_C)
+        return sum_C + dx_C
+
+    total_C = _in_rounds(share, read, work, jnp.zeros(columns, jnp.float32))
+    triton.store(d_bias_ref.at[program, here], total_C, mask=inside_C)
 
 
 def cross_entropy(
@@ -311,6 +331,24 @@ def call(
     parameters = None if interpret else triton.CompilerParams(num_warps=warps, num_stages=stages)
     options: dict[str, Any] = {"interpret": interpret, "compiler_params": parameters, "name": name}
     return pl.pallas_call(kernel, shapes, grid=grid, input_output_aliases=written or {}, **options)(*arrays)
+
+
+def _in_rounds(many: int, read: Any, work: Any, start: Any) -> Any:
+    """Within a kernel: rounds one after another, where what the next one reads is on its way while one works.
+
+    Arguments:
+        many: rounds.
+        read: of a round's number, what it needs.
+        work: of its number, what was read, and what the last round returned, what it returns.
+        start: what the first one gets for the last one's.
+    """
+
+    def one(index: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+        made, given = carried
+        following = read(jnp.minimum(index + 1, many - 1))
+        return work(index, given, made), following
+
+    return jax.lax.fori_loop(0, many, one, (start, read(0)))[0]
 
 
 def load(ref: Any, inside: jax.Array | None = None) -> jax.Array:

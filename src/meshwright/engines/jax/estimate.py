@@ -358,19 +358,19 @@ def _layers_at_a_time(spec: ModelSpec, run_mesh: RunMesh) -> int:
 
 def _loss(run: Run, spec: ModelSpec, run_mesh: RunMesh, share: Share) -> tuple[int, int]:
     """The head's part and a chunk's work: `2 N D s`, trained `+ 4 D V`, and for a chunk of c tokens `8 c V`; where a
-    kernel takes scores up in half precision, `4 c V`, and twice the head in 16 bits, `4 D V`."""
+    kernel takes scores up in half precision, `4 * 2 c V`, and twice the head in 16 bits, `4 D V`."""
     sizes = run_mesh.sizes
     tokens, vocab = share.tokens, -(-spec.vocab_size // share.tensor)
     if sizes["pipeline"] > 1:
         time_shares = run_mesh.loss_shares(run)[1] // sizes["context"]
         tokens = run_mesh.accumulate * share.tokens // time_shares
     head = 2 * tokens * spec.width * share.number + (0 if run.lora.rank else _FLOAT32 * spec.width * vocab)
-    chunk = min(loss_chunk(spec.vocab_size), tokens)
+    chunk = loss_chunk(spec.vocab_size)
     is_whole = all(size == 1 for axis, size in sizes.items() if axis not in ACTIVATIONS["batch"])
     by_kernel = is_whole and kernels.capability() >= kernels.LEAST_CAPABILITY and share.number < _FLOAT32
     if by_kernel and not spec.head_bias and not spec.final_softcap:
-        return head, 4 * (chunk + spec.width) * vocab
-    return head, 2 * _FLOAT32 * chunk * vocab
+        return head, 4 * (min(2 * chunk, tokens) + spec.width) * vocab
+    return head, 2 * _FLOAT32 * min(chunk, tokens) * vocab
 
 
 def _kernels(run: Run, spec: ModelSpec, run_mesh: RunMesh, state: StatePlan, share: Share) -> int:

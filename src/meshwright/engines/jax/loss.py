@@ -124,12 +124,13 @@ def cross_entropy_sum(
         head: its scores are `x @ kernel + bias`.
         targets_N: the token that came.
         weights_N: 1 where the token counts, 0 where it doesn't.
-        chunk: at most so many tokens at a time.
+        chunk: at most so many tokens at a time; of scores in half precision twice as many.
         vocab: the head's columns from here on are padding, which nothing is ever given to.
         softcap: bound c of the scores, as c tanh(score / c); 0: none.
     """
     targets_N, weights_N = jnp.asarray(targets_N), jnp.asarray(weights_N)
-    chunk = _even_chunk(x_ND.shape[0], chunk)
+    in_half = _by_kernel(x_ND, head, softcap) and x_ND.dtype.itemsize == 2
+    chunk = _even_chunk(x_ND.shape[0], 2 * chunk if in_half else chunk)
     missing = -x_ND.shape[0] % chunk  # filled up with tokens of weight 0
     x_ND = jnp.pad(x_ND, ((0, missing), (0, 0)))
     targets_N, weights_N = (jnp.pad(part, (0, missing)) for part in (targets_N, weights_N))
@@ -161,8 +162,7 @@ def _total_and_gradient(
     x_ND: jax.Array, head: Head, targets_N: jax.Array, weights_N: jax.Array, chunk: int, vocab: int, softcap: float
 ):
     wide = _widened(head, x_ND)
-    by_kernel = not layout().on_mesh and kernels.applies(x_ND) and wide.bias_V is None and not softcap
-    scoring_DV = _for_scores(wide.kernel_DV, vocab) if by_kernel else None
+    scoring_DV = _for_scores(wide.kernel_DV, vocab) if _by_kernel(x_ND, head, softcap) else None
 
     def add(sums: tuple[jax.Array, Head], one: tuple[jax.Array, ...]):
         (total, d_head), (x_CD, targets_C, weights_C) = sums, one
@@ -183,6 +183,10 @@ def _total_and_gradient(
     (total, d_wide), d_x = jax.lax.scan(add, (jnp.zeros(()), zeros), _chunks(chunk, x_ND, targets_N, weights_N))
     d_head = jax.tree.map(lambda d, leaf: d[..., : leaf.shape[-1]].astype(leaf.dtype), d_wide, head)
     return total, (d_x.reshape(x_ND.shape), d_head)
+
+
+def _by_kernel(x_ND: jax.Array, head: Head, softcap: float) -> bool:
+    return not layout().on_mesh and kernels.applies(x_ND) and head.bias_V is None and not softcap
 
 
 def _for_scores(kernel_DV: jax.Array, vocab: int) -> jax.Array:
