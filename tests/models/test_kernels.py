@@ -27,7 +27,7 @@ def assert_near(got, wanted, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(64, 96), (64, 600), (6, 100), (16, 2500), (5, 5000)])
+@pytest.mark.parametrize(("rows", "width"), [(64, 96), (64, 600), (6, 100), (5, 2500), (16, 2500), (5, 5000)])
 def test_the_gradient_of_a_norm(rows, width, centred):
     x, dy, beside = (random(rows, width, seed=seed) for seed in range(3))
     x, scale = 3 * x + 1, random(width, seed=3)
