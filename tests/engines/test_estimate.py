@@ -103,6 +103,10 @@ def test_scores_for_a_kernel_take_half_as_much_and_the_head_twice(monkeypatch, m
     work = estimate(run, program.spec, program.mesh, program.state, program.dtype).work
     tokens = run.train.batch_size * run.train.sequence_length
     assert work == 100_000 * (4 * (tokens + program.spec.width) if by_kernel else 8 * tokens)
+    # Of half as much there are twice as many at a time.
+    monkeypatch.setattr("meshwright.engines.jax.estimate.loss_chunk", lambda vocab: tokens // 4)
+    work = estimate(run, program.spec, program.mesh, program.state, program.dtype).work
+    assert work == 100_000 * (4 * (tokens // 2 + program.spec.width) if by_kernel else 8 * tokens // 4)
 
 
 def test_flops_of_gpt2_by_hand():
